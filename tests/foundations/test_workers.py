@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from retime.foundations.workers import Worker, WorkerError, answer_once
-from support.busy_worker import serve
+from retime.foundations.workers import Worker, WorkerError, answer_once, by_name
+from support.busy_worker import Counter, serve
 from support.paths import PYTHONPATH
 from support.process_ends import ended, first_line, runs
 from support.time_limits import limit_s
@@ -48,6 +48,25 @@ def test_killed_parents_leave_no_busy_worker(way: str, tmp_path: Path) -> None:
         pids = first_line(out, parent)
         assert all(runs(pid) for pid in pids.split())
     assert ended(pids.split())
+
+
+def test_an_objects_methods_answer_what_they_are_asked_to_do() -> None:
+    worker = Worker(Counter, {"do": "add", "number": 2}, limit_s(60), environment=VARIABLES)
+    try:
+        assert (worker.ready, worker.ask({"do": "add", "number": 3})) == (2, 5)
+        with pytest.raises(WorkerError, match="no attribute 'take'"):
+            worker.ask({"do": "take", "number": 1})
+    finally:
+        worker.close()
+
+
+def test_functions_answer_by_their_names() -> None:
+    def add(request: dict[str, int]) -> int:
+        return request["number"] + 1
+
+    assert by_name(add)({"do": "add", "number": 1}) == 2
+    with pytest.raises(KeyError, match="take"):
+        by_name(add)({"do": "take", "number": 1})
 
 
 def test_a_command_that_cannot_start_says_so() -> None:

@@ -26,6 +26,17 @@ def answer(request: dict[str, Any]) -> Any:
     return None
 
 
+class Counter:
+    """Answers by its methods."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, request: dict[str, Any]) -> int:
+        self.total += request["number"]
+        return self.total
+
+
 def main() -> None:
     """Start a forked or a started worker, print its pid and its child's, and wait."""
     environment: dict[str, str] | None = {} if sys.argv[1] == "started" else None

@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from retime.recipes.core.claims import Claim
 from retime.recipes.core.published import PACKAGES, Check, Finding, Paper, Published, check, paper
 from retime.recipes.core.verdicts import Verdict, judge
 
@@ -43,6 +44,33 @@ def test_a_claim_is_asked_for_by_its_name() -> None:
     for name in ("trend", "another"):
         with pytest.raises(KeyError, match=f"no claim '{name}' with a value"):
             one.claim(name)
+
+
+def test_numbers_and_targets_are_asked_for_as_claims_are() -> None:
+    one = dataclasses.replace(
+        of(CLAIM),
+        numbers={
+            "other": {"where": "Figure 2", "what": "size", "value": 3},
+            "theirs": {"paper": "b", "where": "here", "what": "size", "value": 4, "unit": "MB"},
+        },
+        targets={"least": {"what": "speed", "value": 1.1}, "most": {"what": "size", "value": 2, "at_most": True}},
+    )
+    assert one.claim("other") == Claim("a-paper", "Figure 2", "x", 3, "size")
+    assert one.claim("theirs") == Claim("b", "here", "MB", 4, "size")
+    assert one.claim("a-claim").value == 1.2
+    assert (one.target("least").met(1.2), one.target("most").met(3)) == (True, False)
+    with pytest.raises(KeyError, match="missing"):
+        one.target("missing")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_number_and_target_of_a_paper_can_be_asked_for(package: str) -> None:
+    one = paper(package)
+    assert not set(one.numbers) & {claim.id for claim in one.claims}, "a claim would be hidden behind a number"
+    assert all(one.claim(name).where for name in one.numbers)
+    assert all(
+        one.target(name).what for name, wanted in one.targets.items() if isinstance(wanted, dict) and "value" in wanted
+    )
 
 
 @pytest.mark.parametrize(
