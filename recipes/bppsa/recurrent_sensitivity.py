@@ -208,9 +208,9 @@ def draw_speedups(axes: Any, points: list[Point], where: Callable[[Point], float
     index = 0
     rows = [(where(point), row) for point in points if (row := published(point))]
     for colour, marker, phase in zip(charts.COLOURS, "os", ("backward", "step"), strict=False):
-        values = [row[phase].value for _, row in rows]
+        theirs = [row[phase].value for _, row in rows]
         text = f"the paper's ({TABLES_OF}): {'whole step' if phase == 'step' else phase}"
-        axes.plot([x for x, _ in rows], values, marker, markerfacecolor="none", color=colour, label=text)
+        axes.plot([x for x, _ in rows], theirs, marker, markerfacecolor="none", color=colour, label=text)
     for name in scans(points[0]):
         for phase in ("backward", "step"):
             text = f"{label(name)}: {'whole step' if phase == 'step' else phase}"

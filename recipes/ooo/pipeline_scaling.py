@@ -125,7 +125,7 @@ class Case:
 class PipelineScaling(CaseRecipe[PaperPipelineSettings]):
     """A point a case, or one a case and number of micro-batches."""
 
-    axes = ("micro_batch_counts",)
+    axes: tuple[str, ...] = ("micro_batch_counts",)
     simulated = True
 
     def points(self, settings: PaperPipelineSettings) -> list[dict[str, Any]]:
