@@ -23,6 +23,8 @@ from retime.recipes.core.verdicts import Judged, Value, Verdict, counted, judge
 from retime.recipes.results_index import duration, index, machine
 
 PAGE, PICTURE = "README.md", "claims.png"
+SHOWN_OF_TREND = 8
+"""Values that a trend shows at most; of more, three at either end."""
 SHOWN = 3
 """A claim with more values shows their range."""
 MOST_NAMED = 8
@@ -222,7 +224,8 @@ def here(claim: Judged) -> str:
         return show(claim.values[0].measured, unit)
     if claim.published.check.trend:
         ordered = sorted(claim.values, key=lambda value: value.place)
-        return ", ".join(f"{_name(value)}: {amount(value.measured.median, unit)}" for value in ordered)
+        texts = [f"{_name(value)}: {amount(value.measured.median, unit)}" for value in ordered]
+        return ", ".join(texts if len(texts) <= SHOWN_OF_TREND else [*texts[:3], "...", *texts[-3:]])
     if len(claim.values) <= SHOWN:
         return ", ".join(amount(value.measured.median, unit) for value in claim.values)
     medians = [value.measured.median for value in claim.values]

@@ -99,7 +99,10 @@ class Demo(Recipe[AdviceSettings]):
         if any(fact.get("weights") == DIFFERENT for fact in apart):
             sentences.append("DIFFERENT weights are a bug: please report it, with result.json.")
         if any(fact["verdict"] == SLOWER for fact in facts.values()):
-            sentences.append("What is slower here pays elsewhere: each card, mechanisms/*/README.md, says where.")
+            sentences.append(
+                "What is slower here, or takes more memory, pays elsewhere: "
+                "each card, mechanisms/*/README.md, says where."
+            )
         return sentences
 
     def draw(self, result: Result, path: Path) -> None:
@@ -213,6 +216,7 @@ class _Case:
                 answer = other.steps(limit, method.warm_steps - steps)
             before, after = in_turns(base, other, limit, self._settings.rounds)
         gain = speedup([ms for ms, _ in before], [ms for ms, _ in after])
+        equality = self._equality(weights)  # its own training may fail: then this method has no rows
         variant, plain = f"{self._name}: {name}", self._variant(self._base_method)
         self._add(variant, STEP, "ms", [ms for ms, _ in after])
         self._add(variant, SPEED, "x", gain.rounds)
@@ -220,7 +224,7 @@ class _Case:
         self._add(plain, STEP, "ms", [ms for ms, _ in before])
         why = no_effect(answer["said"])
         verdict = {"verdict": NO_EFFECT if why else judged(gain), "why": why, "report": answer["report"]}
-        return verdict | self._equality(weights)
+        return verdict | equality
 
     def _equality(self, weights: Any) -> dict[str, Any]:
         if np.array_equal(self._weights, weights):

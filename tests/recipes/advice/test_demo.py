@@ -206,7 +206,7 @@ def test_what_is_shown_fits_80_columns_and_ends_with_the_line_to_paste(tmp_path:
     text = " ".join(" ".join(lines).split())
     assert "ooo_ddp, left out: it trains on 2 ranks" in text
     assert "two plain trainings by 1e-06" in text
-    assert "What is slower here pays elsewhere" in text
+    assert "What is slower here, or takes more memory, pays" in text
     assert lines[-1] == "    trainer = Trainer(strategy='fused_optimizer_forward')"
     assert demo.claim(result.points[0]) == (
         "1 of 2 methods train faster than plain torch, 2 in less memory; weights: 1 identical, 1 within tolerance"
