@@ -20,10 +20,10 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[by
     """The processes of ranks 1 and 2; this one is rank 0."""
     processes = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
 
-    def gather(into: list[Any], mine: Any, group: Any) -> None:
+    def gather(into: list[Any], mine: Any) -> None:
         into[:] = [mine, *((mine[0], one.pid) for one in processes)]
 
-    for name, value in {"get_world_size": 3, "get_process_group_ranks": [0, 1, 2], "get_rank": 0}.items():
+    for name, value in {"get_world_size": 3, "get_rank": 0}.items():
         monkeypatch.setattr(agreement.dist, name, lambda *_, value=value: value)
     monkeypatch.setattr(agreement.dist, "all_gather_object", gather)
     monkeypatch.setattr(agreement, "_PATIENCE_MS", 50)
