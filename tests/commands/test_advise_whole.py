@@ -161,26 +161,24 @@ def test_a_whole_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 @pytest.mark.long
 def test_ctrl_c(folder: Path) -> None:
-    """While a method starts: what was said of the one before it is kept, and no process is."""
-    first, second = "convert (scan modules)", "memory_budget"
-    arguments = ["advise", "advised_models:small", "--json", "advice.json", "--only", first, "--only", second]
-    command = [sys.executable, "-m", "retime.commands.main", *arguments, "--seconds", str(limit_s(120))]
+    """In the middle of the methods: what is known is printed and written, and no process is left."""
+    command = [sys.executable, "-m", "retime.commands.main", "advise", "advised_models:small", "--json", "advice.json"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if f"{first}: " in line:
+            if "fused_optimizer: " in line:  # all other methods follow
                 break
-        started = psutil.Process(process.pid)
-        while len(children := started.children(recursive=True)) < 2:  # the plain step, and what is to be tried
-            time.sleep(0.05)
+        time.sleep(1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
         os.kill(process.pid, signal.SIGINT)
         out, _ = process.communicate(timeout=limit_s(60))
     assert process.returncode == 130
     assert "the strongest plain step" in out
     whole = json.loads((folder / "advice.json").read_text())
     assert whole["interrupted"]
-    assert [row["name"] for row in whole["methods"]] == [first]
+    assert "fused_optimizer" in [row["name"] for row in whole["methods"]]
     _, alive = psutil.wait_procs(children, timeout=limit_s(20))
     assert not alive
