@@ -337,7 +337,7 @@ def paste(point: Point) -> list[str]:
     faster = [one for one in first if point.facts[one]["verdict"] == FASTER]
     yours = "Which pays for your own model, `retime advise` measures."
     if not faster:
-        return [f"Nothing is faster than the plain training here. {yours}", "    trainer = Trainer()"]
+        return [*_wrapped(f"Nothing is faster than the plain training here. {yours}"), "    trainer = Trainer()"]
     best = max(faster, key=lambda one: spread(point.values(one, SPEED)).median)
     return [*_wrapped(f"Fastest here: {_short(best)}. {yours}"), f"    trainer = {point.facts[best]['trainer']}"]
 

@@ -26,21 +26,12 @@ LOST = {  # measured at commits that were not kept: to be measured again
     "bppsa/targets/cpu",
 }
 PEERS_TO_COME = {  # their recipes have got rows that no record has yet
-    "figure-3-alexnet",
-    "figure-3-googlenet",
-    "figure-3-vgg",
     "training-time",
-    "table-3-before",
-    "naive-scaling",
     "figure-12-best-peer",
     "figure-13-sub-batches-measured",
     "figure-13-offloading-measured",
     "figure-14-sub-batches-measured",
     "figure-14-offloading-measured",
-    "naive",
-    "figure-17-measured",
-    "figure-18-measured",
-    "figure-17-ddp",
     "figure-10-emulated",
     "figure-10-emulated-tuned",
 }

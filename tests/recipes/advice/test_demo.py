@@ -218,6 +218,7 @@ def test_what_is_shown_fits_80_columns_and_ends_with_the_line_to_paste(tmp_path:
 def test_different_weights_are_a_bug() -> None:
     lines = shown(made_up(ooo_ddp={**SLOW, "weights": "DIFFERENT"}))
     assert any("DIFFERENT weights are a bug" in line for line in lines)
+    assert max(map(len, lines)) <= 80
     assert lines[-1] == "    trainer = Trainer()"
 
 
