@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import warnings
 from html.parser import HTMLParser
 from itertools import count
 from pathlib import Path
@@ -389,3 +390,22 @@ def test_warnings_and_refusals_that_decide_are_those_that_methods_give(monkeypat
     with pytest.raises(BudgetError, match=advise._FLOOR):
         step.plan(lambda batch: net(batch).mean(), torch.ones(8, 4))
     step.remove()
+
+
+@pytest.mark.parametrize("name", ["ooo_single_device", "ooo_single_device + updates"])
+def test_two_streams_have_searched_before_they_are_timed(name: str) -> None:
+    """What is timed, and what is said of it, is of the setting that the search has chosen."""
+    net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    two_streams = TwoStreamBackward(net)
+    reports = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(METHODS[name].warm_steps):
+            net(torch.randn(4, 16)).sum().backward()
+            reports.append(str(two_streams.report()))
+    two_streams.remove()
+    torch.set_num_threads(threads)
+    assert "still searching" in reports[0]
+    assert "still searching" not in reports[-1]
