@@ -470,7 +470,7 @@ class TwoStreamBackward:
             return False
         if backward not in self._waiting:
             self._waiting[backward] = []
-            queue_callback(partial(self._finish, backward))
+            queue_callback(_End(partial(self._finish, backward), partial(self._fail, backward)))
             self._set_threads(now.main_threads)
             if self._profile is not None:
                 self._profile.begin_backward()
@@ -524,6 +524,13 @@ class TwoStreamBackward:
         with torch.no_grad():
             self._hand_on(waiting)
 
+    def _fail(self, backward: int) -> None:
+        """The backward pass has failed, and its exception is on its way: nothing of it runs on behind that."""
+        if self._waiting.keys() - {backward}:  # it was one inside of another, which may go on
+            self._waiting.pop(backward, None)
+        elif not has_streams(self._device):  # on CUDA all is issued, and this may be autograd's thread
+            self.end_jobs()
+
     def _hand_on(self, waiting: list[_Waiting]) -> None:
         totals: dict[nn.Parameter, Tensor] = {}
         for one in waiting:
@@ -567,6 +574,27 @@ class TwoStreamBackward:
     def _abandon_updates(self) -> None:
         for fusion in self._fusions:
             fusion.abandon_step()
+
+
+class _End:
+    """Autograd's callback at the end of a backward pass, which it drops uncalled where the pass has failed.
+
+    Args:
+        finish: called at the end.
+        fail: called in its place, before the exception leaves ``backward()``.
+    """
+
+    def __init__(self, finish: Callable[[], None], fail: Callable[[], None]) -> None:
+        self._finish = finish
+        self._fail: Callable[[], None] | None = fail
+
+    def __call__(self) -> None:
+        self._fail = None
+        self._finish()
+
+    def __del__(self) -> None:
+        if self._fail is not None:
+            self._fail()
 
 
 def _chosen(names: Collection[str], layers: list[SplitLayer]) -> frozenset[str]:

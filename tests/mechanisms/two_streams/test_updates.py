@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -362,6 +363,92 @@ def test_a_step_behind_a_failed_backward_pass() -> None:
     assert report.updates == SPLIT * (STEPS - 2)
     assert report.in_order.keys() == both().in_order.keys()
     assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+@declare_per_parameter
+class SlowBeside(SGD):
+    """An update on the second thread takes long in the step that fails."""
+
+    fails = False
+    begun = threading.Event()
+    ended = threading.Event()
+
+    def step(self, closure: Any = None) -> None:
+        if SlowBeside.fails and threading.current_thread().name == "retime sub-stream":
+            SlowBeside.begun.set()
+            time.sleep(0.2)
+            super().step(closure)
+            SlowBeside.ended.set()
+        else:
+            super().step(closure)
+
+
+class FailsBehindAnUpdate(FailsBackward):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        assert SlowBeside.begun.wait(limit_s(5))
+        return FailsBackward.backward(ctx, gradient)
+
+
+def test_nothing_runs_on_behind_a_failed_backward_pass() -> None:
+    model = network()
+    optimizer = SlowBeside(model.parameters(), 0.1)
+    two_streams = TwoStreamBackward(model, optimizer=optimizer, threads=(1, 1))
+    for index, x in enumerate(inputs()):
+        SlowBeside.fails = index == 3
+        if not SlowBeside.fails:
+            plain_step(model, optimizer, x, index, two_streams)
+            continue
+        with pytest.raises(ArithmeticError, match="in the middle"):
+            model[4:](FailsBehindAnUpdate.apply(model[:4](x))).square().mean().backward()  # type: ignore[index]
+        assert SlowBeside.ended.is_set()
+        model.zero_grad()
+    report = two_streams.report()
+    two_streams.remove()
+    assert report.updates == SPLIT * (STEPS - 2)
+
+
+class TriesAPassOfItsOwn(torch.autograd.Function):
+    """Runs a backward pass of its own inside of the outer one, which fails, and goes on."""
+
+    own_pass: Callable[[], None]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        with torch.enable_grad(), pytest.raises(ArithmeticError, match="in the middle"):
+            TriesAPassOfItsOwn.own_pass()
+        return gradient
+
+
+def test_a_failed_pass_inside_of_another_takes_nothing_from_it() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer, self.inner = network(), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = self.inner(FailsBackward.apply(torch.ones(2, 5, requires_grad=True))).sum()
+            TriesAPassOfItsOwn.own_pass = own.backward
+            return self.outer[4:](TriesAPassOfItsOwn.apply(self.outer[:4](x)))  # type: ignore[no-any-return]
+
+    models: list[nn.Module] = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = Both()
+        optimizer = SGD(model.outer.parameters(), 0.1)
+        two_streams = TwoStreamBackward(model, threads=(1, 1)) if ours else None
+        for index, x in enumerate(inputs()):
+            plain_step(model, optimizer, x, index, two_streams)
+        if two_streams is not None:
+            assert two_streams.report().layers
+            two_streams.remove()
+        models.append(model.outer)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 # Checkpoints, and what is left.
