@@ -1,10 +1,12 @@
 """`ooo_fig7`, `ooo_fig7_more`, `ooo_fig7_compiled`: two streams in a Trainer against the plain step at its best.
 
-Every allocator has processes of its own. In each, plain fits with every number of threads, compiled ones if wanted, and
-a fit with two streams take turns from the same weights, all of one length: two streams search in their first steps, and
-the last steps of every fit are timed. A value is the median over one process's rounds. The verdict holds two streams,
-with their best allocator, against the plain step with its best number of threads and its best allocator. Where the
-search has taken two streams off, a ratio shows what the comparison itself scatters.
+Every fit has a process of its own: plain ones with every number of threads, compiled ones if wanted, and one with two
+streams, each with every allocator, all from the same weights. Each first takes the steps in which two streams search,
+alone on the machine. Then all take turns, a few steps each, so that a machine that becomes slower does so for all of
+them. A value is the median of a turn's steps, ratios are those of one round, and `processes` says how often all of it
+is done. The verdict holds two streams, with their best allocator, against the plain step with its best number of
+threads and its best allocator. Where the search has taken two streams off, a ratio shows what the comparison itself
+scatters.
 
 In cases with ``fuse_updates`` two streams have updates on the sub-stream, and ``fused_optimizer`` is one of the plain
 steps.
@@ -12,28 +14,29 @@ steps.
 A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive. Its
 two streams give away the weight gradients that those of the last fit did, or tried to.
 
-Durations: a case takes `processes` times allocators times (a start of about 6 s and 52 steps of each fit). On two cores
-that is about 35 minutes for `ooo_fig7` (MobileNet; 22 with ``processes=3``), as much for `ooo_fig7_more` (other
-networks), and about 21 for `ooo_fig7_compiled` (four cases, fewer processes), where each case first compiles for a
-minute or so, once for each number of threads.
+Durations: a case takes `processes` times allocators times (a start of about 10 s and 80 steps of each fit). On two
+cores that is about 27 minutes for `ooo_fig7` (MobileNet), as much for `ooo_fig7_more` (other networks), and about 21
+for `ooo_fig7_compiled` (four cases), which first compiles for a minute or so, once for each number of threads.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
-from retime.foundations.workers import Worker, WorkerError, closing
+from retime.foundations.workers import Worker, WorkerError, closing, next_request
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
@@ -52,6 +55,8 @@ STEP, ALIVE = "step", "alive at the peak"
 PLAIN, COMPILED, TWO_STREAMS = "plain", "compiled", "two streams"
 SEARCH_STEPS = 40
 """Steps of every fit before the timed ones: what a search may take."""
+MANY = 10_000
+"""Batches of a fit, which its process ends before."""
 
 NOT_SLOWER = 0.99
 PEAKS = 3
@@ -71,7 +76,7 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
     def measure(self, settings: SingleDeviceSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = settings.cases[at["case"]]
         threads = torch.get_num_threads()
-        request = {"do": "begin", "case": case, "steps": case.get("steps", settings.steps), "seed": settings.seed}
+        request = {"do": "begin", "case": case, "seed": settings.seed}
         missing: dict[str, str] = {}
         facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"]}
         facts |= {"reports": {}, "kept": {}, "layers": {}}
@@ -89,20 +94,30 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 fits |= {label: {"threads": n, "compiled": True} for label, (n, _) in first_s.items()}
                 facts["first compiled step (s)"] = {label: seconds for label, (_, seconds) in first_s.items()}
             fits[TWO_STREAMS] = {"threads": threads, "two": True, "fuse": fuses}
-            for name, environment in environments.items():
-                for _ in range(settings.processes):
-                    workers = {"": _worker(request, settings.timeout_s, environment, cache)}
-                    with closing(workers):
-                        ask = workers[""].ask
-                        blocks = {label: partial(ask, {"do": "fit", **fit}) for label, fit in fits.items()}
-                        by_label = interleave(blocks, settings.rounds, 0, tick)
-                    for label, answers in by_label.items():
-                        label = f"{label}, {ALLOCATORS[name].label}"
-                        times.setdefault(label, []).append(statistics.median(answer["ms"] for answer in answers))
-                        if answers[-1]["report"]:
-                            facts["reports"][label] = answers[-1]["report"]
-                            facts["kept"].setdefault(label, []).extend(answer["on"] for answer in answers)
-                            facts["layers"][label] = answers[-1]["layers"]
+            everything = {
+                f"{label}, {ALLOCATORS[name].label}": (fit, environment)
+                for name, environment in environments.items()
+                for label, fit in fits.items()
+            }
+            turn = {"steps": case.get("steps", settings.steps)}
+            for _ in range(settings.processes if everything else 0):
+                workers: dict[str, Worker] = {}
+                with closing(workers):
+                    for label, (_, environment) in everything.items():
+                        workers[label] = _worker(None, settings.timeout_s, environment, cache)
+                        workers[label].tell(request)
+                    for worker in workers.values():
+                        worker.answer()
+                    for label, (fit, _) in everything.items():
+                        workers[label].ask({"do": "fit", **fit})
+                    blocks = {label: partial(worker.ask, turn) for label, worker in workers.items()}
+                    by_label = interleave(blocks, settings.rounds, 0, tick)
+                for label, answers in by_label.items():
+                    times.setdefault(label, []).extend(answer["ms"] for answer in answers)
+                    if answers[-1]["report"]:
+                        facts["reports"][label] = answers[-1]["report"]
+                        facts["kept"].setdefault(label, []).append(answers[-1]["on"])
+                        facts["layers"][label] = answers[-1]["layers"]
         rows = [Row(label, STEP, "ms", [round(ms, 4) for ms in values]) for label, values in times.items()]
         if environments:
             tick("one step")
@@ -137,8 +152,9 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
     def notes(self, result: Result) -> list[str]:
         lines = [
             "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have "
-            "the allocator with which they are fastest. Quartiles are over processes. Bytes alive are those of tensors "
-            "of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in which two streams stay on.",
+            "the allocator with which they are fastest. All take turns in each round, and quartiles are over rounds. "
+            "Bytes alive are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in "
+            "which two streams stay on.",
         ]
         if _to_show(result):
             lines.append(
@@ -187,7 +203,7 @@ def _draw_gains(axes: Any, result: Result) -> None:
     axes.legend(fontsize=8)
 
 
-def _worker(request: dict[str, Any], timeout_s: float, environment: dict[str, str], cache: str) -> Worker:
+def _worker(request: dict[str, Any] | None, timeout_s: float, environment: dict[str, str], cache: str) -> Worker:
     return Worker(Server, request, timeout_s, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": cache})
 
 
@@ -332,11 +348,24 @@ class Server:
         torch.set_num_threads(request["threads"])
         return self._compiled()[1]
 
-    def fit(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return a fit's median step and its strategy's report."""
+    def fit(self, request: dict[str, Any]) -> None:
+        """Train; it answers from inside of the fit with the median step of each turn and what the strategy reports."""
+        from retime.strategies import FusedOptimizerStrategy, OOOSingleDeviceStrategy
+
         torch.set_num_threads(request["threads"])
         two, compiled, fuse = (bool(request.get(key)) for key in ("two", "compiled", "fuse"))
-        return self._fit(two=two, compiled=compiled, fuse=fuse)
+        case = self._case
+        plain = FusedOptimizerStrategy() if fuse else "auto"
+        strategy = OOOSingleDeviceStrategy(fuse_updates=fuse) if two else plain
+        batches = build_batches(case["data"], case["batch_size"], 1) * MANY
+        model = self._compiled()[0] if compiled else build_model(case["model"], CPU, self._seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DifferenceWarning)
+            warnings.simplefilter("ignore", NoEffectWarning)  # the report says it
+            run = Run(lambda: strategy, case.get("flags", {}))
+            train(
+                run, model, batches, case["optimizer"], callbacks=[_Turns(partial(_said_by, strategy if two else None))]
+            )
 
     def _compiled(self) -> tuple[Any, float]:
         """The model, compiled in a first step, and the seconds of that."""
@@ -350,26 +379,33 @@ class Server:
         step.zero_grad()
         return step, seconds
 
-    def _fit(self, *, two: bool, compiled: bool, fuse: bool) -> dict[str, Any]:
-        from retime.strategies import FusedOptimizerStrategy, OOOSingleDeviceStrategy
 
-        case = self._request["case"]
-        plain = FusedOptimizerStrategy() if fuse else "auto"
-        strategy = OOOSingleDeviceStrategy(fuse_updates=fuse) if two else plain
-        steps = self._request["steps"] + SEARCH_STEPS
-        batches = build_batches(case["data"], case["batch_size"], 1) * steps
-        model = self._compiled()[0] if compiled else build_model(case["model"], CPU, self._request["seed"])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DifferenceWarning)
-            warnings.simplefilter("ignore", NoEffectWarning)  # the report says it
-            trained = train(Run(lambda: strategy, case.get("flags", {})), model, batches, case["optimizer"])
-        report = strategy.report() if isinstance(strategy, OOOSingleDeviceStrategy) else None
-        ms = statistics.median(trained.step_ms[-self._request["steps"] :])
-        if report is None:
-            return {"ms": ms, "report": ""}
-        on = report.setting is not None and report.setting.two_streams
-        layers = next(
-            (one.layers for one in (report.setting, *report.tried_ms) if one is not None and one.layers), None
-        )
-        names = None if layers is None else sorted(name.removeprefix("model.") for name in layers)  # a Loop's
-        return {"ms": ms, "report": report.one_line, "on": on, "layers": names}
+def _said_by(strategy: Any) -> dict[str, Any]:
+    """What the strategy of two streams reports, if this is one."""
+    if strategy is None:
+        return {"report": ""}
+    report = strategy.report()
+    on = report.setting is not None and report.setting.two_streams
+    layers = next((one.layers for one in (report.setting, *report.tried_ms) if one is not None and one.layers), None)
+    names = None if layers is None else sorted(name.removeprefix("model.") for name in layers)  # a Loop's
+    return {"report": report.one_line, "on": on, "layers": names}
+
+
+class _Turns(Callback):
+    """Stops a fit between two steps until it is asked for more: behind those of the search, and behind each turn.
+
+    Args:
+        said: called for what goes with the times.
+    """
+
+    def __init__(self, said: Callable[[], dict[str, Any]]) -> None:
+        self._said, self._steps, self._ms, self._began = said, SEARCH_STEPS, list[float](), perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._ms.append((perf_counter() - self._began) * 1e3)
+        if len(self._ms) == self._steps:
+            request = next_request({"ms": statistics.median(self._ms), **self._said()})
+            if request is None:
+                os._exit(0)  # nothing of a fit outlives its process
+            self._steps, self._ms = request["steps"], []
+        self._began = perf_counter()

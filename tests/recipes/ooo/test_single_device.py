@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from retime.recipes.ooo.single_device import (
     verdict,
 )
 
-SMALL = ["processes=1", "steps=1", "allocators=[glibc,tcmalloc]"]
+SMALL = ["processes=1", "rounds=2", "steps=1", "allocators=[glibc,tcmalloc]"]
 LINEAR = {
     "batch_size": 8,
     "model": {"_target_": "retime.recipes.models.mlp", "depth": 3, "width": 64},
@@ -101,7 +102,7 @@ def test_compiled_steps_are_measured_beside(
 def test_what_compiles_too_long_is_left_out_by_name(settings: SingleDeviceSettings, tmp_path: Path) -> None:
     missing: dict[str, str] = {}
     short = replace(settings, compile_limit_s=0.01)
-    request = {"do": "begin", "case": LINEAR, "steps": 1, "seed": 0}
+    request = {"do": "begin", "case": LINEAR, "seed": 0}
     assert single_device._compile(short, request, str(tmp_path), 1, missing) == {}
     assert missing == {"compiled, 1 thread": "compiling takes more than 0.01 s (compile_limit_s)"}
 
@@ -109,7 +110,7 @@ def test_what_compiles_too_long_is_left_out_by_name(settings: SingleDeviceSettin
 def test_what_does_not_compile_is_left_out_with_the_reason(settings: SingleDeviceSettings, tmp_path: Path) -> None:
     missing: dict[str, str] = {}
     case = {**LINEAR, "model": {"_target_": "torch.nn.Linear", "in_features": 1}}
-    request = {"do": "begin", "case": case, "steps": 1, "seed": 0}
+    request = {"do": "begin", "case": case, "seed": 0}
     assert single_device._compile(settings, request, str(tmp_path), 1, missing) == {}
     assert "out_features" in missing["compiled, 1 thread"]
 
@@ -191,16 +192,27 @@ def test_a_step_of_chosen_layers_has_their_weight_gradients_only() -> None:
 
 
 def test_layers_that_a_fit_chose_are_those_of_the_drawn_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[dict[str, Any]] = []
+
+    class EnoughError(Exception): ...
+
+    def next_request(answer: dict[str, Any]) -> dict[str, Any]:
+        answers.append(answer)
+        if len(answers) == 2:
+            raise EnoughError
+        return {"steps": 32}
+
     monkeypatch.setattr(search, "layers_to_give", lambda times, passes, rest_s: sorted(times)[:1])
     monkeypatch.setattr(single_device, "SEARCH_STEPS", 8)
+    monkeypatch.setattr(single_device, "next_request", next_request)
     torch.set_num_threads(2)
     server = single_device.Server()
-    server.begin({"case": LINEAR, "steps": 1, "seed": 0})
-    layers = server.fit({"threads": 2, "two": True})["layers"]
-    assert layers is None, "still in the profile, and the first settings are plain ones"
-    monkeypatch.setattr(single_device, "SEARCH_STEPS", 40)
-    layers = server.fit({"threads": 2, "two": True})["layers"]
-    server.begin({"case": LINEAR, "steps": 1, "seed": 0, "layers": layers})
+    server.begin({"case": LINEAR, "seed": 0})
+    with pytest.raises(EnoughError):
+        server.fit({"threads": 2, "two": True})
+    in_the_search, behind_it = (answer["layers"] for answer in answers)
+    assert in_the_search is None, "still in the profile, and the first settings are plain ones"
+    server.begin({"case": LINEAR, "seed": 0, "layers": behind_it})
     boxes = [box.split(";") for box in server.both_steps({"threads": 2})[f"{one_step.BOXES}, two streams"]]
     assert [int(kind) for kind, *_ in boxes].count(one_step.WEIGHT) == 1
 
