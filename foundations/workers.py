@@ -44,6 +44,7 @@ KEPT_HEAP = {
 """An environment: the C library maps no memory and gives none back, and its heap grows by 64 MiB."""
 _LINES = 3000  # characters of what a process printed before it died
 _GRACE_S = 10.0
+_PORTS = 16  # that are held; ranks have met at the oldest by then
 # What a launcher leaves in the environment; inherited, it would make a new job join the old one as a single rank.
 _LAUNCHER_VARIABLES = (
     *("LOCAL_RANK", "RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -207,10 +208,14 @@ def next_request(answer: Any) -> dict[str, Any] | None:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port for ranks to meet at, which a socket that never listens keeps from others until they have met."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a store sets it too, and may listen beside
+    held.bind(("127.0.0.1", 0))
+    _held_ports.append(held)
+    if len(_held_ports) > _PORTS:
+        _held_ports.pop(0).close()
+    return int(held.getsockname()[1])
 
 
 def rank_variables(
@@ -231,6 +236,7 @@ def rank_variables(
 
 
 _served: Connection | None = None
+_held_ports: list[socket.socket] = []
 
 
 def _serve(channel: Connection, cores: Sequence[int] = (), environment: Mapping[str, str] | None = None) -> None:

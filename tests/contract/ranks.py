@@ -1,7 +1,6 @@
 """Rows that need two ranks: one pair of gloo processes runs all of a row's scenarios, one after the other."""
 
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from contract.record import Record, Refusal
+from retime.foundations.workers import free_port
 from support.time_limits import limit_s
 from support.warm_start import Warm
 
@@ -81,9 +81,7 @@ class RankRuns:
 
     def _start(self, scenarios: list[str], logs: list[Path]) -> None:
         tests = Path(__file__).parents[1]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         for rank, log in enumerate(logs):
             environment = os.environ | {
                 "MASTER_ADDR": "127.0.0.1",

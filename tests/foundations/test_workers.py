@@ -1,12 +1,13 @@
 """Worker processes: what comes back, how errors come home, and that nothing outlives who asked."""
 
 import os
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from retime.foundations.workers import Worker, WorkerError, answer_once, by_name
+from retime.foundations.workers import Worker, WorkerError, answer_once, by_name, free_port
 from support.busy_worker import Counter, serve
 from support.paths import PYTHONPATH
 from support.process_ends import ended, first_line, runs
@@ -67,6 +68,13 @@ def test_functions_answer_by_their_names() -> None:
     assert by_name(add)({"do": "add", "number": 1}) == 2
     with pytest.raises(KeyError, match="take"):
         by_name(add)({"do": "take", "number": 1})
+
+
+def test_a_free_port_stays_free_for_who_listens_there() -> None:
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    socket.create_server(("", port)).close()  # as torch's store does
 
 
 def test_a_command_that_cannot_start_says_so() -> None:

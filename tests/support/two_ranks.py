@@ -1,12 +1,12 @@
 """Run a worker script as gloo ranks, two or more, and collect what they print."""
 
 import os
-import socket
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from retime.foundations.workers import free_port
 from support.time_limits import limit_s
 from support.warm_start import Cold, Warm
 
@@ -26,13 +26,10 @@ def run_ranks(
     Args:
         warm: with everything imported; else from nothing, so that the environment's settings of the C library count.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     tests = Path(__file__).parents[1]
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(count),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "tests",
