@@ -1,11 +1,10 @@
 """A rank that gets a signal ends, and the others end with its name, whatever they wait in; nothing is left."""
 
-import os
 import re
 
-import psutil
 import pytest
 
+from support.process_ends import in_shared_memory, runs
 from support.time_limits import limit_s
 from support.two_ranks import run_two_ranks
 
@@ -39,8 +38,8 @@ def test_a_signal_ends_all_ranks(name: str, number: str, phase: str, rank: int) 
     began = float(re.findall(r"hit (\S+)", hit.stdout)[0])
     assert all(float(end) - began < limit_s(15) for one in ranks for end in re.findall(r"end (\S+)\n", one.stdout))
     for ended in (process, hit.stdout.split()[0]):
-        assert not psutil.pid_exists(int(ended))
-        assert not [file for file in os.listdir("/dev/shm") if ended in file]
+        assert not runs(ended)
+        assert not in_shared_memory(ended)
 
 
 @pytest.mark.long

@@ -1,11 +1,10 @@
 """A rank of `ooo_pipeline` is killed or raises: the other ends with its name, and nothing is left."""
 
-import os
 from pathlib import Path
 
-import psutil
 import pytest
 
+from support.process_ends import in_shared_memory, runs
 from support.two_ranks import run_two_ranks
 
 LOST = "RankLostError a message of"
@@ -32,5 +31,5 @@ def test_the_other_rank_ends_with_its_name(how: str, tmp_path: Path) -> None:
     else:
         assert failed.returncode == -9
     for process in (pid, failed.stdout.split()[0]):
-        assert not psutil.pid_exists(int(process))
-        assert not [name for name in os.listdir("/dev/shm") if process in name]
+        assert not runs(process)
+        assert not in_shared_memory(process)

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,6 +24,7 @@ from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.mechanisms.cpu_accumulation import shared_sums as sums
 from retime.mechanisms.cpu_accumulation.shared_sums import SharedFile, sums_library
 from retime.strategies import CPUAccumulateStrategy
+from support.time_limits import limit_s
 from support.trainers import quiet_trainer
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -142,10 +144,12 @@ def little_memory() -> None:
 @check
 def urgent_sums_overtake() -> None:
     reducer = HostReducer(overtakes=True)
-    bulk, urgent = torch.ones(2**22), torch.ones(4)
+    bulk, urgent, goes_on = torch.ones(2**22), torch.ones(4), threading.Event()
+    reducer._lanes[0].thread.submit(goes_on.wait, limit_s(60))
     many = [reducer.start(key, bulk) for key in range(8)]
     reducer.start("urgent", urgent, urgent=True).wait()
     assert not many[-1].done(), "the urgent sum waited for all others"
+    goes_on.set()
     torch.futures.wait_all(many)
     assert torch.equal(urgent, torch.full_like(urgent, RANKS))
     assert torch.equal(bulk, torch.full_like(bulk, float(RANKS) ** 8))

@@ -1,6 +1,7 @@
 """Whether other processes run still, for tests of what outlives whom."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -31,6 +32,11 @@ def first_line(out: Path, process: Cold | Warm) -> str:
         assert process.returncode is None
         time.sleep(0.02)
     return out.read_text().splitlines()[0]
+
+
+def in_shared_memory(pid: str) -> list[str]:
+    """Files of `/dev/shm` that have this process in their names."""
+    return [name for name in os.listdir("/dev/shm") if pid in re.findall(r"\d+", name)]
 
 
 def ended(pids: Sequence[str]) -> bool:
