@@ -109,9 +109,9 @@ PIPELINE: dict[str, Any] = {
 
 def in_stages(**options: Any) -> Any:
     """For `Row.strategy`."""
-    return lambda _: InStages(timeout=timedelta(seconds=limit_s(10)), **options)
+    return lambda _: InStages(timeout=timedelta(seconds=limit_s(25)), **options)
 
 
 def wrong_on_one_rank(_: Any) -> OneRankIsWrong:
     """For a row that has to fail."""
-    return OneRankIsWrong(timeout=timedelta(seconds=limit_s(10)), microbatches=2)
+    return OneRankIsWrong(timeout=timedelta(seconds=limit_s(25)), microbatches=2)

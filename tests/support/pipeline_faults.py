@@ -39,7 +39,7 @@ def main(how: str, folder: Path) -> None:
     if how == "writes" and RANK == 0:
         TorchCheckpointIO.save_checkpoint = kill  # type: ignore[method-assign]
     saves = [ModelCheckpoint(folder, every_n_train_steps=1)] if how != "raises" else []
-    strategy = OOOPipelineStrategy(timeout=timedelta(seconds=limit_s(5)))
+    strategy = OOOPipelineStrategy(timeout=timedelta(seconds=limit_s(20)))
     fit = trainer(strategy, folder, devices=2, max_epochs=1, callbacks=saves, enable_checkpointing=bool(saves))
     try:
         fit.fit(Raises() if how == "raises" else Classifier(), loader())

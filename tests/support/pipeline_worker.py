@@ -7,7 +7,6 @@ import pickle
 import random
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -589,10 +588,10 @@ def refused(name: str) -> None:
 def lost(when: str) -> None:
     """The last rank is killed, raises or does nothing more; the other says whose message did not come."""
     model, step, batch = made("tied" if when == "shared" else "sequential")
-    group = dist.new_group(timeout=timedelta(seconds=limit_s(3)))
+    group = dist.new_group(timeout=timedelta(seconds=limit_s(8 if when == "hangs" else 40)))
     pipeline = PipelineStep(model, group=group, microbatches=4)
     pipeline.train(step, batch)
-    calls, is_last = 0, RANK == RANKS - 1
+    calls, is_last, told = 0, RANK == RANKS - 1, dist.distributed_c10d._get_default_store()
 
     def failing(part: Any) -> Tensor:
         nonlocal calls
@@ -604,7 +603,7 @@ def lost(when: str) -> None:
             if when == "raises":
                 raise ArithmeticError("of the step's own")
             if when == "hangs":
-                time.sleep(limit_s(3) + 1)
+                told.wait([when], timedelta(minutes=5))  # until the other has named this rank
                 os._exit(0)
         loss: Tensor = step(part)
         if is_last and number == 3 and when == "backward":
@@ -620,6 +619,7 @@ def lost(when: str) -> None:
             pipeline.train(failing, batch)
     except RankLostError as error:
         print(error)
+        told.set(when, "1")
     except ArithmeticError as error:
         print("own", error)
     sys.stdout.flush()
