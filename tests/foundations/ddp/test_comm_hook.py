@@ -138,9 +138,10 @@ def test_reducers_sum(make: Any) -> None:
 
 
 def test_an_aborted_host_reducer_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    reducer, others_come = HostReducer(), threading.Event()
-    monkeypatch.setattr(sums.dist, "all_reduce", lambda *_, **__: others_come.wait(limit_s(20)))
+    reducer, begun, others_come = HostReducer(), threading.Event(), threading.Event()
+    monkeypatch.setattr(sums.dist, "all_reduce", lambda *_, **__: begun.set() or others_come.wait(limit_s(60)))
     done = [reducer.start(key, torch.ones(2)) for key in range(2)]
+    assert begun.wait(limit_s(60))
     reducer.abort()
     assert not any(future.done() for future in done)
     others_come.set()

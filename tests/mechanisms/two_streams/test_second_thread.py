@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.mechanisms.two_streams.layers import LinearKernels
 from retime.mechanisms.two_streams.sub_stream import CoreStream, Job
+from support.time_limits import limit_s
 
 NAME = "retime sub-stream"
 Compute = Callable[..., Any]
@@ -46,6 +47,8 @@ def on_sub_thread() -> bool:
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
+    for thread in sub_threads():  # an earlier test's, whose owner was collected a moment ago
+        thread.join(limit_s(20))
     threads = torch.get_num_threads()
     assert not sub_threads()
     yield
@@ -65,7 +68,7 @@ def shared_out(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]]
         def weight_gradients(*args: Any) -> Any:
             if not both_have_one.broken and not getattr(met, "yes", False) and sub_threads() and is_shared():
                 met.yes = True
-                both_have_one.wait(20)
+                both_have_one.wait(limit_s(60))
                 if on_sub_thread():
                     both_have_one.abort()  # one time only
                     happens()
@@ -247,5 +250,5 @@ def test_the_thread_ends_with_its_owner() -> None:
     (thread,) = sub_threads()
     del two_streams, model, optimizer
     gc.collect()
-    thread.join(20)
+    thread.join(limit_s(60))
     assert not thread.is_alive()

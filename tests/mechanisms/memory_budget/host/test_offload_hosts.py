@@ -19,6 +19,7 @@ from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.memory_budget.offload.disk import Extents, HostDisk
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory, parse_host
 from retime.mechanisms.memory_budget.offload.tier import HostError, HostNull
+from support.time_limits import limit_s
 from support.warm_start import run_program
 
 
@@ -186,7 +187,7 @@ if {under_way == "read"}:
     cycle.loading = cycle.copy.load(torch.zeros(5000).untyped_storage())
 del cycle
 gate.set()
-print("hangs" if wait([collected], 5).not_done else "ended", flush=True)
+print("hangs" if wait([collected], {limit_s(60)}).not_done else "ended", flush=True)
 os._exit(0)
 """
     assert run_program(program).split() == ["0", "ended"]
@@ -196,7 +197,7 @@ def test_a_copy_that_is_freed_early_still_ends(tmp_path: Path) -> None:
     """Nobody waits for it, the thread can go on reading from the source, and its place is written in order."""
     gate = threading.Event()
     with HostDisk(tmp_path) as host:
-        host._pool.submit(gate.wait, 5)
+        host._pool.submit(gate.wait, limit_s(60))
         source = storage(10_000)
         alive = weakref.ref(source)
         copy = host.store(source)
@@ -219,7 +220,7 @@ def test_a_target_that_is_dropped_early_is_held_until_it_is_filled(tmp_path: Pat
     with HostDisk(tmp_path) as host:
         copy = host.store(storage(10_000))
         copy.settle()
-        host._pool.submit(gate.wait, 5)
+        host._pool.submit(gate.wait, limit_s(60))
         target = storage(10_000, 1)
         alive = weakref.ref(target)
         loading = copy.load(target)
