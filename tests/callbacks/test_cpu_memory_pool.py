@@ -1,6 +1,7 @@
 """CPUMemoryPool: the same numbers from reused memory, an end with the fit, and training without it where it must."""
 
 import copy
+import mmap
 import pickle
 import warnings
 
@@ -53,7 +54,7 @@ def test_training_is_the_same_and_reuses_memory():
     assert all(map(torch.equal, plain, pooled))
     report = callback.report()
     assert report.reused_bytes > 5 * report.mapped_bytes > 0
-    assert report.faults_avoided == (report.reused_bytes + report.moved_bytes) // 4096
+    assert report.faults_avoided == (report.reused_bytes + report.moved_bytes) // mmap.PAGESIZE
     assert "reused" in str(report)
 
 

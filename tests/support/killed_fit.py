@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import retime
+from retime.strategies.support import lightning_private
+from support.time_limits import limit_s
 
 RANK = int(os.environ["RANK"])
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
@@ -86,6 +88,8 @@ def main(name: str, phase: str, number: str, rank: str, later_ms: str | None = N
         )
         first = int(rank) == RANK
         delay_s = 0.0 if first or later_ms is None else int(later_ms) / 1000
+        if later_ms is not None:
+            lightning_private._TOGETHER_S = limit_s(2)  # a busy machine is late with signals
         model = Hit(phase if first or later_ms is not None else "", signal.Signals[number], delay_s)
         trainer.fit(model, loader, loader)
 
