@@ -61,16 +61,16 @@ def shared_out(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]]
     """Let both threads have a weight gradient in the backward pass, and something happen in the second one's."""
 
     def share(happens: Callable[[], None]) -> None:
-        both_have_one = threading.Barrier(2)
+        both_have_one, has_happened = threading.Barrier(2), threading.Event()
         met = threading.local()
         compute = LinearKernels.weight_gradients
 
         def weight_gradients(*args: Any) -> Any:
-            if not both_have_one.broken and not getattr(met, "yes", False) and sub_threads() and is_shared():
+            if not has_happened.is_set() and not getattr(met, "yes", False) and sub_threads() and is_shared():
                 met.yes = True
                 both_have_one.wait(limit_s(60))
                 if on_sub_thread():
-                    both_have_one.abort()  # one time only
+                    has_happened.set()  # one time only; a barrier that is broken would fail who is late to leave it
                     happens()
             return compute(*args)
 

@@ -121,7 +121,7 @@ def test_ranks_that_come_late_change_no_bit(ranks: Any) -> None:
 
 def test_times_tell_work_from_waiting(ranks: Any) -> None:
     """Rank 1 comes when rank 0 has slept for a while; sums before anybody asked are in no times."""
-    these, both, slept = ranks(2), threading.Barrier(2), [0.0, 0.0]
+    these, both, slept = ranks(2), threading.Barrier(2, timeout=limit_s(HOLDS_S)), [0.0, 0.0]
     values = [torch.randn(5000) for _ in range(2)]
 
     def timed(one: SharedSum, rank: int) -> Any:
