@@ -266,7 +266,10 @@ class Sums {
       if (reached(count.blocks.load(std::memory_order_acquire), wanted)) return kDone;
       const bool ended = has_ended(rank);
       if (reached(count.blocks.load(std::memory_order_acquire), wanted)) return kDone;  // the last that it did
-      if (ended) return fail(kEnded, rank);
+      if (ended) {
+        const Outcome failed = failed_so_far();  // it may have said so first
+        return failed == kDone ? fail(kEnded, rank) : failed;
+      }
       if (now_ms() > until) return fail(kLate, rank);
     }
   }
