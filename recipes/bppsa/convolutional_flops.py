@@ -18,7 +18,7 @@ from retime.mechanisms.scan import (
     transposed_jacobian,
 )
 from retime.recipes.bppsa.claims import claim
-from retime.recipes.bppsa.convolutional import batches, collated, test_loss
+from retime.recipes.bppsa.convolutional import batches, collated
 from retime.recipes.bppsa.settings import ConvolutionalSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model, build_optimizer, loss_of
@@ -31,6 +31,7 @@ from retime.recipes.core.results import Result, Row
 PRUNINGS = {"class_blind": prune_class_blind, "class_uniform": prune_class_uniform}
 ZEROS = ("of one image", "guaranteed")
 SCAN, SPARSE, DENSE = "scan", "sparse back-propagation, pruned", "back-propagation, unpruned"
+ACCURACIES = "test accuracy: trained, pruned, retrained"
 CAVEAT = (
     "Caveat: the green circles, the paper's baseline, are operators of the network that is NOT pruned. "
     "Back-propagation one layer after another over the same sparse Jacobians of the pruned network needs {ratio:.0f} "
@@ -59,13 +60,14 @@ class PrunedFlops(CaseRecipe[ConvolutionalSettings]):
             raise ValueError(f"{type(model).__name__} is no nn.Sequential: the scan needs a chain of layers")
         test = collated(build(settings.data, split="val"), device)
         image = test[0][:1]
-        losses = [test_loss(model.eval(), test)]
         steps_of(model, settings, settings.steps, device, tick)
-        losses.append(test_loss(model.eval(), test))
+        accuracies = [accuracy(model, test)]
         dense = [operator_flop(*layer) for layer in jacobians(model, image, "of one image")]
-        kept = PRUNINGS[case["pruning"]](model, settings.share)
+        # the last layer keeps its weights: class-blind pruning of a network that is trained briefly would take them all
+        kept = PRUNINGS[case["pruning"]](model[:-1], settings.share)
+        accuracies.append(accuracy(model, test))
         steps_of(model, settings, settings.retrain_steps, device, tick)
-        losses.append(test_loss(model.eval(), test))
+        accuracies.append(accuracy(model, test))
         tick("counting")
         # the first layer's Jacobian leads to the input, which nobody differentiates by
         chain = [pattern for _, pattern in jacobians(model, image, case["zeros"])[:0:-1]]
@@ -85,7 +87,8 @@ class PrunedFlops(CaseRecipe[ConvolutionalSettings]):
             "steps on the longest path": sum(step.critical for step in steps),
             "weights kept a layer": {name: round(share, 4) for name, share in kept.items()},
             "weights pruned away %": round(100 * pruned_share(model), 3),
-            "test loss: initial, trained, pruned and retrained": [round(loss, 4) for loss in losses],
+            ACCURACIES: [round(share, 4) for share in accuracies],
+            "accuracy kept": round(accuracies[-1] / accuracies[0], 4) if accuracies[0] else 0.0,
             "scan: kind, FLOP, m*n*k, critical": [[s.kind, s.flop, s.dense_size, s.critical] for s in steps],
             "baseline: FLOP, m*n": [list(pair) for pair in dense[1:]],
             "sparse: FLOP, m*n": [[flop, p.rows * p.columns] for flop, p in zip(sparse, chain, strict=True)],
@@ -123,8 +126,9 @@ class PrunedFlops(CaseRecipe[ConvolutionalSettings]):
 
     def draw(self, result: Result, path: Path) -> None:
         count = max(2, len(result.points))
-        initial, trained, _ = result.points[0].facts["test loss: initial, trained, pruned and retrained"]
-        more = f"trained from a test loss of {initial:.2f} to {trained:.2f} nats"
+        trained, _, retrained = zip(*(point.facts[ACCURACIES] for point in result.points), strict=True)
+        after = " and ".join(f"{100 * share:.1f} %" for share in retrained)
+        more = f"test accuracy {100 * trained[0]:.1f} %, pruned and retrained {after}"
         drawing, panels = charts.panels(titled(result, more), count, width=6.2 * count, height=5.6, sharey=True)
         for axes, point in zip(panels, result.points, strict=False):
             for colour, kind in zip(charts.COLOURS, ("mm", "mv"), strict=False):
@@ -187,6 +191,12 @@ def steps_of(model: nn.Module, settings: ConvolutionalSettings, count: int, devi
         loss_of(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         tick("training")
+
+
+def accuracy(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
+    """Share of the test split that the model, put into evaluation, names right."""
+    with torch.no_grad():
+        return float((model.eval()(test[0]).argmax(1) == test[1]).float().mean())
 
 
 def pruned_share(model: nn.Module) -> float:

@@ -157,8 +157,7 @@ class Curves(Recurrent):
             step.set_xlabel("training steps")
             mean = f", mean of {window}" if window > 1 else ""
             clock.set_ylabel(f"training loss (nats){mean}" + (f", {label_of(point.at)}" if point.at else ""))
-            for axes in (clock, step):
-                axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+            clock.legend(fontsize=7)
         charts.save(drawing, path)
 
 
