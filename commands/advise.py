@@ -292,7 +292,10 @@ class _Measuring:
         """Measure all methods, then the advised one once more."""
         advice = self._advice
         self._find_strongest()
-        self._base_of(PLAIN)
+        try:
+            self._base_of(PLAIN)
+        except MethodError as error:
+            raise ValueError(f"the plain step does not run: {error}") from error
         methods = self._methods()
         for number, (name, method) in enumerate(methods.items(), 1):
             why = self._why_not(method)

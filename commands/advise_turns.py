@@ -164,8 +164,9 @@ def in_turns(base: Running, other: Running, limit: Limit, rounds: int) -> tuple[
 
 
 def judged(gain: Spread) -> str:
-    """What a gain in speed says by its quartiles: both have to lie on one side of 1."""
-    return FASTER if gain.low > 1 else SLOWER if gain.high < 1 else UNDECIDED
+    """What a gain in speed says: its quartiles, or all of fewer than five rounds, have to lie on one side of 1."""
+    least, most = gain.reach
+    return FASTER if least > 1 else SLOWER if most < 1 else UNDECIDED
 
 
 def notes_of(said: Sequence[tuple[str, str]]) -> list[str]:

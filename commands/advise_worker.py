@@ -169,9 +169,9 @@ PLAIN, DDP = Method(_SAME), Method("more batches", "ddp", ranks=True)
 
 
 def ddp(bucket_cap_mb: int) -> Method:
-    """`ddp` with buckets of so many MiB."""
-    default = bucket_cap_mb == DDP_BUCKET_MB
-    return DDP if default else replace(DDP, strategy="DDPStrategy", arguments={"bucket_cap_mb": bucket_cap_mb})
+    """`ddp` with buckets of so many MiB, and of which gradients are views, as those of `ooo_ddp` are."""
+    arguments = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": True}
+    return replace(DDP, strategy="DDPStrategy", arguments=arguments)
 
 
 def memory_budget(budget_bytes: int) -> Method:

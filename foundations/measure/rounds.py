@@ -15,6 +15,11 @@ class Spread:
     high: float
     rounds: list[float] = field(default_factory=list)
 
+    @property
+    def reach(self) -> tuple[float, float]:
+        """Between which numbers it lies: the quartiles; of fewer than five rounds, which say little, all of them."""
+        return (min(self.rounds), max(self.rounds)) if 0 < len(self.rounds) < 5 else (self.low, self.high)
+
 
 def spread(values: Sequence[float]) -> Spread:
     """Median, lower and upper quartile of `values`, one value a round."""

@@ -205,6 +205,11 @@ class DataParallelFusion(BackwardFusion):
                 followed.version = version_of(followed.parameter)
             self._note_bucket(len(ready), sum(gradient.nbytes for _, gradient in ready))
 
+    def abandon_step(self) -> None:
+        """As without ranks, behind an update that another thread is at."""
+        with self._lock:
+            super().abandon_step()
+
     def guard_reduced(self) -> None:
         """Have reads of used gradients raise from the end of backward to the step: clipping it would change nothing."""
         self._hidden = {followed: followed.parameter.grad for followed in self._used()}

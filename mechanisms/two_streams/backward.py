@@ -565,14 +565,16 @@ class TwoStreamBackward:
         if not self._waiting:
             return
         self._waiting.clear()
-        if self._sub is not None:
-            self._sub.drop()
-        if self._now is not None:
-            self._set_threads(self._now.forward_threads)
-        self._abandon_updates()
+        try:
+            if self._sub is not None:
+                self._sub.drop()
+        finally:  # Ctrl-C may end the wait
+            if self._now is not None:
+                self._set_threads(self._now.forward_threads)
+            self._abandon_updates()
 
     def _abandon_updates(self) -> None:
-        for fusion in self._fusions:
+        for fusion in () if self._waiting else self._fusions:  # a pass around the one that failed may go on
             fusion.abandon_step()
 
 

@@ -321,11 +321,12 @@ def table(point: Point) -> list[str]:
     for plain, variants in groups_of(point).items():
         rows += ["", *_wrapped(_heading(point, plain)), _line("", "step", "speed", "", "peak", "weights")]
         for one in (plain, *variants):
-            ms, peak = median(point.values(one, STEP)), f"{point.values(one, PEAK)[0]:.0f} MiB"
-            step = f"{ms:.1f} ms" if ms < 100 else f"{ms:.0f} ms"
+            ms, peak = median(point.values(plain, STEP)), f"{point.values(one, PEAK)[0]:.0f} MiB"
             speed, fact = "", {"verdict": "", "weights": ""}
             if one != plain:
-                speed, fact = f"{spread(point.values(one, SPEED)).median:.2f}", point.facts[one]
+                gain, fact = spread(point.values(one, SPEED)).median, point.facts[one]
+                ms, speed = ms / gain, f"{gain:.2f}"  # in turns with plain steps, which differ from method to method
+            step = f"{ms:.1f} ms" if ms < 100 else f"{ms:.0f} ms"
             rows.append(_line(f"  {_short(one)}", step, speed, fact["verdict"], peak, fact["weights"]))
     return rows
 
@@ -334,7 +335,8 @@ def paste(point: Point) -> list[str]:
     """The line for a Trainer: the fastest method of the first model on one device, if one is faster."""
     groups = groups_of(point)
     first = next((variants for plain, variants in groups.items() if not plain.endswith(": ddp")), [])
-    faster = [one for one in first if point.facts[one]["verdict"] == FASTER]
+    facts = point.facts
+    faster = [one for one in first if facts[one]["verdict"] == FASTER and facts[one]["weights"] != DIFFERENT]
     yours = "Which pays for your own model, `retime advise` measures."
     if not faster:
         return [*_wrapped(f"Nothing is faster than the plain training here. {yours}"), "    trainer = Trainer()"]

@@ -68,7 +68,7 @@ def judge(paper: Paper, published: Published, result: Result | None, comparisons
     if decided is False:
         return Judged(published, Verdict.FAILS, kind, values, published.why or _said(comparisons, values))
     if decided is None or published.instead:
-        why = published.instead if decided else "Quartiles lie on both sides."
+        why = published.instead if decided else "Rounds lie on both sides."
         return Judged(published, Verdict.UNDECIDED, kind, values, why)
     computed = kind in ("simulated", "emulated")
     return Judged(published, Verdict.IN_SIMULATION if computed else Verdict.HOLDS, kind, values)
@@ -105,11 +105,12 @@ def accepted(check: Check, published: float | None, unit: str) -> tuple[float, f
 
 
 def inside(measured: Spread, low: float, high: float) -> bool | None:
-    """Whether median and quartiles lie within; None if the quartiles lie on both sides of a bound."""
+    """Whether median and :attr:`Spread.reach` lie within; None if that lies on both sides of a bound."""
     slack = EXACT * max(1.0, abs(measured.median))
-    if low - slack <= measured.low and measured.high <= high + slack:
+    least, most = measured.reach
+    if low - slack <= least and most <= high + slack:
         return True
-    return False if measured.high < low - slack or measured.low > high + slack else None
+    return False if most < low - slack or least > high + slack else None
 
 
 def along(check: Check, values: Sequence[Value]) -> bool | None:
