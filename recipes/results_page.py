@@ -39,8 +39,8 @@ _WHAT = (
 _LEGEND = (
     "- *Holds*: median and quartiles of all values confirm it; *holds in simulation*: the same of simulated values, of",
     "  emulated networks and of layers that sleep. *Does not hold*: a value lies outside with its quartiles.",
-    "- *Undecided*: quartiles, or all of fewer than five rounds, lie on both sides, or something else was measured than "
-    "the claim is of.",
+    "- *Undecided*: quartiles, or all of fewer than five rounds, lie on both sides, or something else was measured "
+    "than the claim is of.",
     "- *Not measured*: the recipe is there, a recorded value is not. *Needs hardware*: with the command. *No recipe*:",
     "  what is missing. *Tested, no number*: algorithms and equations that have nothing to measure.",
     "- *Evidence*: `experiment=NAME` of `python -m retime.recipes`, and what it took. *Changed tree*: measured with",

@@ -166,7 +166,7 @@ def test_without_effect_and_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_ddp_that_does_not_run_leaves_the_others(tmp_path: Path) -> None:
-    Fake.refused = {"ddp": "a parameter was not used"}
+    Fake.refused = {"bucket_cap_mb 25": "a parameter was not used"}
     Fake.times = {"fused_optimizer": 8.0}
     status, whole, _ = run(tmp_path)
     assert (status, whole["advised"]) == (0, "fused_optimizer")
