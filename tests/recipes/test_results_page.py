@@ -18,13 +18,6 @@ from retime.recipes.results_picture import LEAST, draw, drawable
 
 RESULTS = Path(__file__).parents[2] / "results"
 AGE = re.compile(r"stale, \d+ commits?|current|commit not in the history|age unknown")
-LOST = {  # measured at commits that were not kept: to be measured again
-    "bppsa/figure-13/cpu",
-    "bppsa/figure-7/cpu",
-    "bppsa/figure-8/cpu",
-    "bppsa/figure-9/cpu",
-    "bppsa/targets/cpu",
-}
 PEERS_TO_COME = {  # their recipes have got rows that no record has yet
     "training-time",
     "figure-12-best-peer",
@@ -32,8 +25,6 @@ PEERS_TO_COME = {  # their recipes have got rows that no record has yet
     "figure-13-offloading-measured",
     "figure-14-sub-batches-measured",
     "figure-14-offloading-measured",
-    "figure-10-emulated",
-    "figure-10-emulated-tuned",
 }
 
 
@@ -101,7 +92,7 @@ def test_commits_are_in_the_history(recorded: dict[Path, Result]) -> None:
         for path, result in recorded.items()
         if not all(history.in_history(commit) for commit in history.commits(result))
     }
-    assert lost == LOST  # a result that is measured again leaves the list
+    assert lost == set()
 
 
 def test_age_counts_commits_that_touch_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
