@@ -25,24 +25,24 @@ class CPUMemoryPool(Callback):
             ...
         print(pool.report())
 
-    A C library gives large blocks back when they are freed, and the kernel clears every page again when they come
-    back. Here a block that is freed waits for the next tensor of its size, the last freed first; free memory in pieces
-    that are too small is moved together, 2 MiB at a time, and neither copied nor cleared. Values do not change.
+    A C library returns large freed blocks to the kernel, which clears every page when they are allocated again. Here a
+    freed block serves the next tensor of its size, the last freed first; free pieces that are too small are joined,
+    2 MiB at a time, without copying or clearing. Values do not change.
 
-    What live tensors and free memory take together stays below ``slack`` times the most that was alive in this epoch
-    and the one before (in a bare loop: since it began). Tensors below 16 KiB come from the C library. Install
-    it before the model is made where that is possible: tensors that are there already stay where they are.
+    Live tensors and free memory together stay below ``slack`` times the peak of live bytes in this epoch
+    and the one before (in a bare loop: since it began). Tensors below 16 KiB come from the C library. Enter
+    it before the model is made if possible, as existing tensors are not moved.
 
-    The pool is compiled once, with the system's C++ compiler. Where it cannot be, or for devices other than CPUs,
-    training runs without it and a :class:`NoEffectWarning` says why, once. Under a memory budget the budget's limit
-    holds. Entered several times, also by a fit inside of a ``with``, it ends with the outermost.
+    The pool is compiled once, with the system's C++ compiler. Without one, or for devices other than CPUs,
+    training runs without it and one :class:`NoEffectWarning` says why. Under a memory budget the budget's limit
+    holds. Entered several times, also by a fit inside a ``with``, it ends with the outermost.
 
     Args:
-        slack: of the limit on live and free memory together, 1 or more.
+        slack: limit of live and free memory together over the peak of live memory, 1 or more.
 
     Raises:
         ValueError: ``slack`` is below 1.
-        TypeError: it is no number.
+        TypeError: ``slack`` is no number.
     """
 
     @checked
@@ -88,7 +88,7 @@ class CPUMemoryPool(Callback):
         self.teardown(trainer, pl_module, "")
 
     def report(self) -> PoolReport:
-        """Bytes since it was installed; after it was removed, those of that moment; or that it was never in use."""
+        """Bytes since it was installed; after its removal, those of that moment; or that it was never in use."""
         if not self._pool.installed:
             return self._last
         counts = self._pool.counts()

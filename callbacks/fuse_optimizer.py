@@ -1,4 +1,4 @@
-"""Optimizer fusion as a callback, for use with a strategy of one's own choice."""
+"""Optimizer fusion as a callback, beside a single-device or DDP strategy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +22,15 @@ class FuseOptimizer(Callback):
     """Fuse the optimizers' updates into the backward or the next forward pass (Jiang et al. 2021).
 
     Does what ``strategy="fused_optimizer"`` does, beside another single-device or DDP strategy. Under DDP in backward
-    mode it takes the communication hook; with a hook of your own, pass that to
+    mode it takes the communication hook; to use your own hook too, use
     ``FusedOptimizerDDPStrategy(ddp_comm_hook=...)`` instead.
+
+    Args:
+        mode: ``"backward"`` or ``"forward"``.
+        bucket_bytes: as for :class:`~retime.strategies.FusedOptimizerStrategy`.
+
+    Raises:
+        ValueError: an unknown mode; when the fit begins, a strategy that shards or owns the optimizer.
     """
 
     @checked
@@ -69,7 +76,7 @@ class FuseOptimizer(Callback):
         _restore(trainer.strategy)
 
     def flush(self) -> None:
-        """Forward mode: run all pending updates now, for readers that bypass Python."""
+        """Forward mode: run all pending updates now, before reads that bypass torch functions."""
         self._stepping.flush()
 
     def report(self) -> FusionReport:

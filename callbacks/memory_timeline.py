@@ -56,15 +56,14 @@ class MemoryTimeline(PhaseCallback):
 
         trainer = Trainer(strategy="memory_budget", callbacks=[MemoryTimeline(every_n_steps=100)])
 
-    Predicted is what a dry run of the step holds, under the plan of a memory budget where there is one.
-    Measured are, on CUDA, the allocator's allocated bytes; elsewhere the process's resident size, less what it was when
-    the batch began and plus what the dry run has at that moment, so that both begin at the same height; freed memory
-    that the C library keeps counts. They are sampled each millisecond and at each change of phase, so a short peak may
-    be missed: :class:`PeakMemory` misses none. With accumulation the last batch of a step counts. Logged:
-    ``memory/predicted_peak_bytes`` and ``memory/measured_peak_bytes``.
+    Predicted bytes are those of a dry run of the step, under the plan of a memory budget if there is one.
+    Measured bytes are, on CUDA, the allocator's; elsewhere the process's resident size, shifted to begin at the
+    prediction's first value. They are sampled each millisecond and at each change of phase, so a short peak may be
+    missed; :class:`PeakMemory` asks the kernel for the peak. With accumulation the last batch of a step counts.
+    Logged: ``memory/predicted_peak_bytes`` and ``memory/measured_peak_bytes``.
 
-    The dry run calls ``training_step`` once more after the measured step, on tensors without values; what it leaves in
-    the module is taken away again, and nothing is logged.
+    The dry run calls ``training_step`` once more after the measured step, on tensors without values; its changes to
+    the module are undone, and nothing is logged.
 
     Args:
         every_n_steps: measure each n-th optimizer step after the warm-up; ``None`` measures one step a ``fit``.

@@ -17,11 +17,11 @@ class ParallelScanBackward(Callback):
 
     Converts what exists at `setup`, before any optimizer is made, and modules that `setup()` or `configure_model()`
     build later when the fit starts. Parameters and modules stay the same objects, so optimizers, wrappers and
-    checkpoints do not notice: a checkpoint loads in a Trainer without this callback and the reverse. At the end the
+    checkpoints work unchanged: a checkpoint loads in a Trainer without this callback and the reverse. At the end the
     modules become torch.nn's again. Modules that the user converted keep their solver and stay converted.
 
     Args:
-        solver: of all converted modules: "auto", "chunk", "blelloch", "sequential" or "truncated(<levels>)".
+        solver: of all converted modules; see :class:`retime.ScanGRU`.
         names: which modules, as in `LightningModule.named_modules()`; None means all.
 
     Raises:

@@ -18,7 +18,7 @@ class ScanRNN(ScanRecurrent):
 
     Args:
         solver: how gradients go back through time: "auto" (the cheapest by a cost model), "chunk", "blelloch" (the
-            paper's Algorithm 1), "sequential" or "truncated(<levels>)".
+            paper's Algorithm 1), "sequential", "truncated(<levels>)" or, on CUDA, "triton" (H <= 64).
 
     Raises:
         ValueError: an unknown solver or nonlinearity, a `proj_size`, a dropout outside [0, 1].
@@ -67,7 +67,7 @@ class ScanGRU(ScanRecurrent):
 
     Args:
         solver: how gradients go back through time: "auto" (the cheapest by a cost model), "chunk", "blelloch" (the
-            paper's Algorithm 1), "sequential" or "truncated(<levels>)".
+            paper's Algorithm 1), "sequential", "truncated(<levels>)" or, on CUDA, "triton" (H <= 64).
 
     Raises:
         ValueError: an unknown solver, a `proj_size`, a dropout outside [0, 1].

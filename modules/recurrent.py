@@ -34,12 +34,10 @@ States = tuple[Tensor, ...]
 class ScanRecurrent(nn.RNNBase):
     """A recurrent module whose backward pass through time is a parallel scan (BPPSA, Wang et al. 2020, section 3).
 
-    Forward values are torch.nn's own, bit by bit on CPU (an LSTM in float64 with a strided input, as `batch_first`
-    gives, may round its last bit otherwise: torch multiplies such an input in another order when it records a graph of
-    every step, which this module does not). Gradients equal autograd's up to rounding. Between layers dropout draws the
-    numbers that torch.nn draws on CPU; cuDNN keeps random numbers of its own, which nothing else can draw.
-    `torch.compile` runs these modules eagerly, as it does torch.nn's: a traced loop over time would take longer to
-    compile than to train.
+    Forward values equal torch.nn's, bit for bit on CPU (an LSTM in float64 with a strided input, as with `batch_first`,
+    may round its last bit differently). Gradients equal autograd's up to rounding. Between layers dropout draws the
+    random numbers that torch.nn draws on CPU; cuDNN's own are different.
+    `torch.compile` runs these modules eagerly, as it does torch.nn's.
     """
 
     solver: str | Solver

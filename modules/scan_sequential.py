@@ -44,13 +44,13 @@ class ScanReport(Report):
 class ScanSequential(nn.Sequential):
     """A chain of layers whose output gradients come from the modified Blelloch scan (Wang et al. 2020, algorithm 1).
 
-    Convolutions, linear layers, poolings, elementwise functions, dropout and flatten are known; their Jacobians are
-    exact and sparse, so gradients equal autograd's up to the rounding of another order of summation (float64: 1e-12
-    relative). Weight gradients stay autograd's own. Any other layer, and one with forward or backward hooks, runs plain
+    Convolutions, linear layers, poolings, elementwise functions, dropout and flatten are supported; their Jacobians are
+    exact and sparse, so gradients equal autograd's up to rounding, as sums have another order. Weight gradients stay
+    autograd's own. Any other layer, and one with forward or backward hooks, runs plain
     between two scans, and one `NoEffectWarning` names it. Constructor, ``state_dict`` and indices are
     ``nn.Sequential``'s. ``create_graph=True`` is refused: no double backward.
 
-    The scan does more arithmetic than back-propagation in fewer dependent steps: it pays where many workers are idle,
+    The scan does more arithmetic than back-propagation in fewer dependent steps: it pays on many parallel workers,
     not on a few CPU cores.
 
     Args:

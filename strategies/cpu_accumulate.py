@@ -28,29 +28,29 @@ from retime.strategies.support.lightning_private import timeout_of
 
 
 class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
-    """``ddp`` whose gradients the host's processors add up, in memory that the ranks of a machine share.
+    """``ddp`` whose gradients the host's processors sum in memory that the ranks of a machine share.
 
-    Each bucket leaves for host memory as soon as the backward pass has filled it, every rank adds its part of it up,
-    and the sum comes back while earlier layers are still under way. Between machines one rank of each sends that
-    machine's sum through gloo. It pays where ranks have no fast link of their own: on processors, and on devices
-    without NVLink or peer-to-peer copies.
+    Each bucket is copied to host memory as soon as the backward pass has filled it, every rank sums a part of it,
+    and the sum is copied back during the backward pass of earlier layers. Between machines one rank of each sends its
+    machine's sum through gloo. It pays where ranks have no fast link: on CPUs, and on devices without NVLink or
+    peer-to-peer copies.
 
-    Each element is added up in the order of the ranks, so results are the same in every run; on two ranks they are
-    those of ``ddp`` bit by bit, on more they may round differently. Half precision is added up in float32.
+    Each element is summed in the order of the ranks, so results are the same in every run; on two ranks they equal
+    those of ``ddp`` bit for bit, on more they may round differently. Half precision is summed in float32.
 
     With ``update_on_host=True`` the host applies the update too (moDNN, section 6.2): each rank updates some of the
-    parameters and takes the others' weights, so that a machine holds the optimizer's state once and not once a rank.
-    Results stay bit by bit what they are, checkpoints are whole and go to ``ddp`` and back, and when the fit ends every
+    parameters and reads the others' weights, so that a machine holds the optimizer's state once, not once per rank.
+    Results do not change, checkpoints are whole and can be loaded by ``ddp``, and when the fit ends every
     rank gets the whole state. Until then ``optimizer.state`` holds this rank's part, and ``optimizer.state_dict()`` and
-    copies of the optimizer are refused. An optimizer that cannot be taken apart, parameter by parameter, runs whole on
-    every rank, with one ``NoEffectWarning``, and so do all where ranks share no memory.
+    copies of the optimizer are refused. If an optimizer cannot run parameter by parameter, or ranks share no memory,
+    every rank updates all, with one ``NoEffectWarning``.
 
     Args:
         update_on_host: divide updates among the ranks of a machine; on processors only.
 
     All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the
     ``DistributedDataParallel`` that it makes, whose further ones are taken too. A communication hook is refused. With
-    one process there is nothing to add up: it trains as ``ddp`` does, with one ``NoEffectWarning``.
+    one process there is nothing to sum: it trains as ``ddp`` does, with one ``NoEffectWarning``.
     """
 
     strategy_name = "cpu_accumulate_ddp"

@@ -53,7 +53,7 @@ class _Fused(LightningOnly, StepsFused):
         return self._stepping.report()
 
     def flush(self) -> None:
-        """Forward mode: run all pending updates now, for readers that bypass Python."""
+        """Forward mode: run all pending updates now, before reads that bypass torch functions."""
         self._stepping.flush()
 
 

@@ -1,4 +1,4 @@
-"""Training inside a byte budget as a Lightning strategy (moDNN, Chen et al. 2018)."""
+"""Training inside a byte budget as a Lightning strategy (moDNN, Chen et al. 2019)."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ __all__ = ["CHECKPOINT_KEY", "MemoryBudgetStrategy"]
 
 
 class MemoryBudgetStrategy(Budgeted, SingleDevice):
-    """One device, and no more of its memory than a number of bytes.
+    """One device, using no more of its memory than a number of bytes.
 
-    A budget that is many times what a step needs asks for nothing: the first step is trained and counted, and all run
-    as ever. Else the first batch of each shape is profiled by a dry run on tensors without data. If it needs less than
-    a third of the budget, it runs as ever. Else ``training_step`` is tried out for real, inside the budget: on a few
-    samples and on parts of the batch, with copies to the host; what it leaves in the modules is taken away again. That
-    shows whether sub-batches give the same gradients, and what operations and copies take. If the batch fits, it runs
-    as ever. Else activations go to the host and come back (bit-identical), or the batch runs in sub-batches whose
-    gradients add up to the batch's (up to rounding), or both: of the plans that fit the best few are tried out too, and
-    of those that are nearly the fastest the one that moves the least is taken. A budget below the floor is refused
-    before the first step, with an error that batch size finders take for out of memory.
+    If the budget is many times what a step needs, the first step is trained and counted, and no plan is made. Else the
+    first batch of each shape is profiled by a dry run on tensors without data. If it needs less than a third of the
+    budget, it runs without a plan. Else ``training_step`` is tried on a few samples and on parts of the batch, inside
+    the budget, with copies to the host; what it changes in the modules is undone. This
+    shows whether sub-batches give the same gradients, and how long operations and copies take. If the batch does not
+    fit, activations are offloaded to the host (bit-identical), or the batch runs in sub-batches whose
+    gradients add up to the batch's (up to rounding), or both: the best few plans are tried out, and
+    of those that are nearly the fastest the one that moves the fewest bytes is taken. If no plan fits, an error comes
+    before the first step, which batch size finders treat as out of memory.
 
     Callbacks, loggers, clipping, accumulation, schedulers and precision plugins see one batch. Two things differ under
     sub-batches: dropout draws other masks, and ``on_before_backward`` is given the first sub-batch's share of the loss.
 
-    ``training_step`` itself, and all that the modules do in it, runs once for each sub-batch and sees only that: a
-    counter in it counts sub-batches, a print prints each. A number of the whole batch that it logs or returns and that
-    is no sum of the parts' (a standard deviation, a maximum) is named in a warning before the first step.
+    ``training_step`` runs once per sub-batch: a counter in it counts sub-batches. A number that it logs or returns for
+    the whole batch and that is no mean or sum of the parts' numbers (a standard deviation) is named in a
+    warning before the first step.
 
     Args:
         budget: bytes, ``"8GiB"``, or ``"90%"`` of the device's memory (``"auto"`` means that), for parameters,
@@ -48,18 +48,17 @@ class MemoryBudgetStrategy(Budgeted, SingleDevice):
         host: where activations go: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None: memory for CUDA, the
             folder for temporary files for a CPU.
         batchnorm: layers with batch statistics keep a batch whole (``"offload"``), or take ``"ghost"`` statistics of
-            each sub-batch (other numbers: a choice of yours).
+            each sub-batch (other results).
         on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``.
         split_batch: ``split_batch(batch, sub_batch) -> parts``, for batches that cannot be cut by their first
             dimension.
         loss_weight: ``loss_weight(part)`` counts what a part's loss is a mean over, where a probe cannot see it.
-        dry_run: what is tried out calls ``training_step`` more often than training does, which shows where it changes
-            what is neither tensor nor module: an environment, a replay buffer. A budget that is easily enough needs
-            nothing of that: the first step of each shape is trained while it is counted. ``"auto"`` tries out where it
-            is not, and says so before; ``"off"`` never does: the first step of each shape runs with everything
+        dry_run: ``"auto"`` calls ``training_step`` more often than training does, unless the budget is many times what
+            a step needs, and says so before. Changes to what is neither tensor nor module, such as an environment or a
+            replay buffer, are not undone. ``"off"`` never does: the first step of each shape runs with everything
             offloaded, and what it saved and held decides what stays on the device from then on. Batches then stay
             whole, and a budget that is too small for that ends training after the first step.
-        plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote. Its plans are used, and where they do not
+        plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote. If its plans do not
             fit the model, the batch or the budget, an error says so before the first step. Without it plans are chosen
             by measured times, so that two runs may choose differently; with deterministic algorithms, as under
             ``Trainer(deterministic=True)``, by counted bytes and operations, so that all runs choose the same.

@@ -35,22 +35,21 @@ from retime.strategies.support.lightning_private import timeout_of
 class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
     """``ddp`` in which no rank uses more of its device's memory than a number of bytes.
 
-    Each rank plans by itself for the batches that it gets, as under :class:`MemoryBudgetStrategy`; DDP's gradient
-    buckets count (``gradient_as_bucket_view=True`` saves them where batches stay whole), and on a CPU what gloo's sums
-    allocate; other objects of DDP's and gloo's do not (up to 2.4 MiB were measured: results/modnn/figure-17). Gradients
-    are reduced once a step, while its last sub-batch runs. Where a rank refuses its budget, all ranks raise the error.
+    Each rank plans for its own batches, as under :class:`MemoryBudgetStrategy`. DDP's gradient
+    buckets count (``gradient_as_bucket_view=True`` saves them if batches stay whole), and on a CPU what gloo's sums
+    allocate; other objects of DDP and gloo, some MiB, do not. Gradients
+    are reduced once a step, while its last sub-batch runs. If a rank's budget is too small, all ranks raise the error.
     Offload-only plans are bit-identical to ``ddp``; sub-batches agree with it up to rounding.
 
     Before each batch the ranks exchange one small message on the CPU. Batches stay whole, and are only offloaded, with
     SyncBatchNorm and with ``static_graph=True``. Parameters that not every sub-batch uses need
-    ``find_unused_parameters=True``, as the last one alone decides what DDP waits for. Refused are a
-    ``training_step`` that calls collectives itself (``self.log(..., sync_dist=True)`` is none) and
+    ``find_unused_parameters=True``, as the last sub-batch alone decides what DDP waits for. Refused are a
+    ``training_step`` that calls collectives itself (``self.log(..., sync_dist=True)`` is allowed) and
     ZeroRedundancyOptimizer.
 
-    Gradients are reduced by DDP's backend. On CUDA that is NCCL, from device to device; where devices have no fast way
-    to one another, ``reduce_on="host"`` lets the processors sum them in host memory instead, bucket by bucket while the
-    backward pass goes on (the paper's section 6.2). On a CPU they are summed there anyway. What a communication hook of
-    yours allocates is not counted.
+    Gradients are reduced by DDP's backend. On CUDA that is NCCL, from device to device; if devices have no fast link,
+    ``reduce_on="host"`` lets the processors sum them in host memory, bucket by bucket during the
+    backward pass (the paper's section 6.2). What a custom communication hook allocates is not counted.
 
     Args:
         budget: of each rank: bytes, ``"8GiB"``, or ``"90%"`` of its device; on a CPU the ranks of a machine share the

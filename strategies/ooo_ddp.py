@@ -254,6 +254,6 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, StepsFused, DDP
         self._stepping.take_report(steps)
 
     def flush(self) -> None:
-        """Wait for all gradients and run all pending updates now, for readers that bypass Python."""
+        """Wait for all gradients and run all pending updates now, before reads that bypass torch functions."""
         if self._ooo is not None:
             self._ooo.flush()

@@ -71,50 +71,51 @@ _OTHERS = "others"
 class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     """Pipeline parallel training of an unmodified module: each rank has some of the layers.
 
-    ``training_step`` runs once a micro-batch on every rank, and stops where its layers lie on other ranks; its own loss
-    code runs on the rank of the last stage. Output gradients go before weight gradients (gradient fast-forwarding,
-    section 5.2.1), and layers may be dealt out in turn (modulo allocation). What ``training_step`` calls has to be a
+    ``training_step`` runs once per micro-batch on every rank and skips the layers of other ranks; its loss
+    code runs on the rank of the last stage. Output gradients run before weight gradients (gradient fast-forwarding,
+    section 5.2.1), and layers may be dealt out in turn (modulo allocation). ``training_step`` has to call a
     model with one ``Sequential`` or ``ModuleList`` that holds most of the parameters and whose entries run once each,
     in order (an ``nn.Sequential``, transformers' GPT-2, BERT or Llama), or, without such a list, modules that are
     called once each, in the same order in training and evaluation (``self.fc1``, ``self.fc2``).
 
-    The first batch runs whole on each rank, without a trace, to see what goes between layers; memory for one whole
-    model is needed until then, but for a module whose parameters are on the meta device (``configure_model`` under
-    ``torch.device("meta")``): there each layer has values only while it runs, by its ``reset_parameters()`` or the
-    ``_init_weights(module)`` of a module around it, or all from ``ckpt_path``, and behind the fit each rank keeps its
+    The first batch runs whole on each rank, and changes nothing, to see what layers pass to each other. Each rank needs
+    memory for the whole model until then, unless the parameters are on the meta device (``configure_model`` under
+    ``torch.device("meta")``): there each layer has values only while it runs, from its ``reset_parameters()`` or the
+    ``_init_weights(module)`` of a module around it, or all from ``ckpt_path``, and after the fit each rank keeps its
     own layers.
 
-    Gradients are those of one device up to rounding, dropout draws other masks, and BatchNorm sees micro-batches, of
-    which a warning tells. Checkpoints are one file, as of a plain Trainer, also behind the fit: all ranks save it.
-    Validation in a fit runs over the ranks too; after the fit the module is whole on all of them, and the optimizer's
-    state is each rank's own. During the fit a rank has its own layers: parameters of others are NaN there, have no
-    gradient, and what hooks write into them is dropped. A training loader without ``shuffle`` keeps its order where
+    Gradients equal those of one device up to rounding. Dropout draws other masks and BatchNorm sees micro-batches, with
+    a ``DifferenceWarning``. Checkpoints are one file, as of a plain Trainer: all ranks call ``save_checkpoint``.
+    Validation during the fit runs over the ranks too. After the fit the module is whole on all ranks, and the
+    optimizer's state is each rank's own. During the fit a rank has its own layers: parameters of others are NaN, have
+    no gradient, and writes into them are dropped. A training loader without ``shuffle`` keeps its order if
     there is one pipeline.
 
     Args:
-        pipeline_parallel_size: ranks that share one model; ``"auto"``: all that ``data_parallel_size`` leaves.
-        data_parallel_size: of such groups, each with its own batches; ``"auto"``: 1, or what the pipeline leaves.
+        pipeline_parallel_size: ranks that share one model; ``"auto"``: the number of ranks over ``data_parallel_size``.
+        data_parallel_size: pipelines, each with its own batches; ``"auto"``: 1, or the number of ranks over
+            ``pipeline_parallel_size``.
         schedule: ``"ooo2"`` (both of the paper's), ``"ooo1"`` (fast-forwarding alone), each also with ``"_flush"`` as
-            in the paper's figures, ``"ooo_v"`` (fast-forwarding where ZBV has its layers), ``"ooo"`` (of these the
-            shortest on paper, for layers of different lengths and slow links), ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``,
-            ``"zbv"``, ``"interleaved"``, ``"interleaved_zero_bubble"``, or one of torch's own by its name, such as
-            ``"LoopedBFS"`` or ``"ScheduleDualPipeV"``.
+            in the paper's figures, ``"ooo_v"`` (fast-forwarding with ZBV's placement), ``"ooo"`` (of these the
+            shortest in simulation, for layers of different lengths and slow links), ``"gpipe"``, ``"1f1b"``,
+            ``"zb_h1"``, ``"zbv"``, ``"interleaved"``, ``"interleaved_zero_bubble"``, or one of torch's by its name,
+            such as ``"LoopedBFS"`` or ``"ScheduleDualPipeV"``.
         microbatches: of each batch; ``"auto"``: two for each rank of the pipeline.
-        layers: path of the list of layers in the module; None: it is found, and where there is none, the
-            modules that ``training_step`` calls are the layers, with a warning; ``"auto"``: without one.
-        group: layers a stage in schedules that deal them out in turn; ``"auto"``: one or two stages a rank, or with
+        layers: path of the list of layers in the module; None: the list is found, and if there is none, the
+            modules that ``training_step`` calls are the layers, with a warning; ``"auto"``: without the warning.
+        group: layers per stage in schedules that deal them out in turn; ``"auto"``: one or two stages per rank, or with
             ``split="fastest"`` those that give the shortest step, simulated from measured times.
         activation_cap: bytes (or ``"2GiB"``) of activations that a rank may keep, for the ``ooo`` schedules.
         split: how layers become stages: ``"even"``: each rank has as equal a share of the parameters' bytes as whole
             layers allow, the same in every run; ``"fastest"``: by measured times, in as many stages as give the
-            shortest step on paper; or the name of each stage's first layer, ``["net.0", "net.4"]``.
-        loss_weight: what ``training_step`` divides its sum by, where its operations do not tell: ``"samples"``,
+            shortest simulated step; or the name of each stage's first layer, ``["net.0", "net.4"]``.
+        loss_weight: what ``training_step`` divides its sum by, if its operations do not show it: ``"samples"``,
             ``"sum"`` (nothing), or a function from a batch to a number, called with the whole batch and with each
-            micro-batch, which counts ``loss_weight(micro_batch) / loss_weight(batch)``.
+            micro-batch, whose loss is weighted by ``loss_weight(micro_batch) / loss_weight(batch)``.
         timeout: how long a rank waits for a message of another.
 
-    All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy`. With one process there is
-    nothing to share: it trains as ever, with one ``NoEffectWarning``.
+    All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy`. With one process it trains as
+    plain Lightning does, with one ``NoEffectWarning``.
 
     Raises:
         ValueError: sizes that do not fit the number of processes, or an unknown schedule.

@@ -30,31 +30,31 @@ class OOOSingleDeviceStrategy(LightningOnly, StepsFused, SingleDevice):
     """One device, with weight gradients of linear layers and convolutions on a stream beside the output gradients.
 
     On CUDA the fit runs on a stream of high priority, and the weight gradients on one of lower priority. On a CPU they
-    run on a second thread. A short search (at most 38 steps of training) finds out how many threads each has, and takes
-    the second stream off where it does not pay, with one ``NoEffectWarning``.
+    run on a second thread. A search of at most 38 training steps chooses the numbers of threads, and removes
+    the second stream if it is not faster, with one ``NoEffectWarning``.
 
-    Gradients are the bits of the plain strategy whose kernels have as many threads: with ``threads=(n, n)`` and
-    ``n = torch.get_num_threads()``, of the plain strategy as it is.
+    Gradients equal, bit for bit, those of a plain strategy whose kernels have as many threads: with ``threads=(n, n)``
+    and ``n = torch.get_num_threads()`` those of plain training.
 
-    With ``fuse_updates=True`` this is ``fused_optimizer`` on two streams: each update runs right behind its weight
+    With ``fuse_updates=True`` this is ``fused_optimizer`` on two streams: each update runs right after its weight
     gradient, on the same stream. Updates of layers that stay in order run as in ``fused_optimizer``, and the search
-    compares with it. Steps that cannot be fused exactly update in ``optimizer.step()``, with one ``NoEffectWarning`` a
-    reason.
+    compares with it. Steps that cannot be fused exactly update in ``optimizer.step()``, with one ``NoEffectWarning``
+    for each reason.
 
     Args:
         threads: of each kernel on the main stream and on the sub-stream, on a CPU, without a search; None: the search
-            finds them. It does not run with deterministic algorithms, as under ``Trainer(deterministic=True)``, where
-            both have as many as torch has.
+            chooses them. With deterministic algorithms, as under ``Trainer(deterministic=True)``, there is no search,
+            and both have as many as torch has.
         max_memory: bytes, or ``"500MB"``, of inputs and output gradients that may wait for their weight gradients;
             None: no bound.
-        layers: names, in the LightningModule, of those whose weight gradients may run on the sub-stream, as
-            ``report().setting.layers`` of an earlier fit has them; None: of all, or with a search on a CPU of those
-            that its profile chooses.
-        graph: whether parts of the model are captured as CUDA graphs, which spares the host from issuing their kernels
-            one by one (section 4.2). ``training_step`` itself runs as it is; what is captured is each part of the model
-            whose code is certain to run the same kernels in each call
-            (:mod:`retime.mechanisms.two_streams.graph`). Needs a CUDA device: on others ``setup`` raises ValueError.
-        fuse_updates: whether updates run inside of the backward pass too.
+        layers: names, in the LightningModule, of layers whose weight gradients may run on the sub-stream, as in
+            ``report().setting.layers`` of an earlier fit; None: all, or with a search on a CPU those that its profile
+            chooses.
+        graph: capture parts of the model as CUDA graphs, so that the host does not issue their kernels
+            one by one (section 4.2): each part whose code is certain to run the same kernels in each call
+            (:mod:`retime.mechanisms.two_streams.graph`). ``training_step`` itself is not captured. On devices other
+            than CUDA ``setup`` raises ValueError.
+        fuse_updates: run updates inside the backward pass too.
         device: the one device; None: the one the Trainer chose.
 
     All other arguments are :class:`lightning.pytorch.strategies.SingleDeviceStrategy`'s.

@@ -63,12 +63,15 @@ _KNOWN_WRAPPERS = (LRScheduler.__init__.__code__.co_filename, ReplacedMethod.__i
 
 
 def declare_per_parameter(optimizer_class: type[Optimizer]) -> type[Optimizer]:
-    """Promise that ``optimizer_class.step`` treats every parameter on its own; usable as a class decorator.
+    """Declare that ``optimizer_class.step`` updates each parameter independently; usable as a class decorator.
 
-    What must hold: ``step`` reads ``param_groups`` and ``state`` only, needs no argument, draws no random numbers, and
-    gives the same numbers when it is called for one part of the parameters after another. What it counts lies in
-    ``state[parameter]``, or in a parameter's group, where it writes the same whichever parameters are in there (as
-    schedule-free optimizers do). Forward fusion lets the first step set its groups up the plain way.
+    ``step`` reads ``param_groups`` and ``state`` only, needs no argument, draws no random numbers, and
+    gives the same results if it is called for one part of the parameters after another. Its counters are in
+    ``state[parameter]``, or in a parameter's group, if it writes the same there whichever parameters the group has
+    (as schedule-free optimizers do). Under forward fusion the first step runs the plain way, to set up the groups.
+
+    Raises:
+        TypeError: it is no optimizer class.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"optimizer_class={optimizer_class!r} is not an Optimizer class: decorate, or give, the class")

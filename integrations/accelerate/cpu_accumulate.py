@@ -15,18 +15,17 @@ from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, Hos
 
 
 class CPUAccumulate:
-    """Let the host's processors add gradients up, in memory that the ranks of a machine share.
+    """Sum gradients on the host's processors, in memory that the ranks of a machine share.
 
     The loop stays as it is, accumulation, clipping and fp16 included; see
     :class:`retime.strategies.CPUAccumulateStrategy` for what happens. All processes make one of these, on the model
-    that ``accelerator.prepare()`` returned. With one process there is nothing to add up: then this does nothing, with
-    one ``NoEffectWarning``.
+    that ``accelerator.prepare()`` returned. With one process this does nothing, with one ``NoEffectWarning``.
 
     Args:
         timeout: how long another process may take; None is torch's default.
 
     Raises:
-        ValueError: another engine than DistributedDataParallel, a communication hook of its own, sparse gradients.
+        ValueError: another engine than DistributedDataParallel, a custom communication hook, sparse gradients.
     """
 
     @checked
@@ -51,11 +50,11 @@ class CPUAccumulate:
         )
 
     def report(self) -> HostReductionReport:
-        """What was added up so far, and where."""
+        """What was summed so far, and where."""
         return self._last_report if self._reduction is None else self._reduction.report()
 
     def remove(self) -> None:
-        """Leave gradients to DistributedDataParallel again; on all processes, between two steps."""
+        """Return gradients to DistributedDataParallel; call it on all processes, between two steps."""
         self._last_report = self.report()
         reduction, self._reduction = self._reduction, None
         if reduction is not None:

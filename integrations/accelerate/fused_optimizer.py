@@ -87,12 +87,12 @@ class FusedOptimizer:
         return guards
 
     def flush(self) -> None:
-        """Forward mode: run all pending updates now, for readers that hold an alias of a parameter's memory."""
+        """Forward mode: run all pending updates now, before reads through an alias of a parameter's memory."""
         if isinstance(self._fusion, ForwardFusion):
             self._fusion.flush()
 
     def abandon_step(self) -> None:
-        """After an exception inside ``backward()``: forget the half-done step, and go on with the next batch."""
+        """After an exception inside ``backward()``: drop the incomplete step, to go on with the next batch."""
         if isinstance(self._fusion, BackwardFusion):
             self._fusion.abandon_step()
 
@@ -101,7 +101,7 @@ class FusedOptimizer:
         return self._fusion.report()
 
     def remove(self) -> None:
-        """Bring all parameters up to date and take everything off again."""
+        """Run all pending updates and remove all hooks."""
         self._fusion.remove()
         note_gone(self._optimizer, self._mechanism)
         if self in self._guards():

@@ -1,4 +1,4 @@
-"""Training inside a byte budget for Accelerate (moDNN, Chen et al. 2018)."""
+"""Training inside a byte budget for Accelerate (moDNN, Chen et al. 2019)."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class BudgetReports(Report, list[BudgetReport]):
 
 
 class MemoryBudget:
-    """Keep training inside a number of bytes (Chen et al. 2018, moDNN).
+    """Keep training inside a number of bytes (Chen et al. 2019, moDNN).
 
-    With a loop of your own, activations go to the host around each forward pass, bit-identical::
+    :meth:`forward` offloads activations to the host during a forward pass; results are bit-identical::
 
         budget = MemoryBudget(accelerator, model, optimizer, "8GiB")
         with accelerator.accumulate(model):
@@ -64,15 +64,15 @@ class MemoryBudget:
                 loss = step(batch)
             accelerator.backward(loss)
 
-    Given the step, :meth:`run` does forward and backward, in sub-batches too where their gradients add up::
+    :meth:`run` does the forward and the backward pass, in sub-batches too if their gradients add up::
 
             output = budget.run(step, batch)
             optimizer.step()
 
     With several processes each plans for its own device: gradients are reduced once a step, with the last sub-batch,
-    and if one refuses its budget all raise the error, which ``find_executable_batch_size`` takes for out of memory.
-    Plans are kept in ``accelerator.save_state()``, in a file of their own: plain code takes the folder as it is, and a
-    folder without it is as good.
+    and if one refuses its budget all raise the error, which ``find_executable_batch_size`` treats as out of memory.
+    ``accelerator.save_state()`` keeps plans in a separate file, which plain code ignores and ``load_state()`` does not
+    need.
 
     Args:
         budget: of each process: bytes, ``"8GiB"`` or ``"90%"`` of its device's memory; processes on one CPU share
@@ -130,7 +130,7 @@ class MemoryBudget:
 
     @contextmanager
     def forward(self, step: Callable[[Any], Any], batch: Any) -> Iterator[None]:
-        """Around a forward pass on ``batch``: what it saves is offloaded as planned.
+        """Offload what a forward pass on ``batch`` saves, as planned; a context manager.
 
         Raises:
             BudgetError: offloading alone does not keep the budget: use :meth:`run`.
@@ -150,7 +150,7 @@ class MemoryBudget:
         return self._kept | {name: one.state_dict() for name, one in steps.items() if one is not None}
 
     def load_state_dict(self, state: Any) -> None:
-        """Take up the plans of an earlier run with the same budget, model and optimizer."""
+        """Use the plans of an earlier run with the same budget, model and optimizer."""
         if not isinstance(state, dict):
             warn_of_dropped(TypeError(f"they are a {type(state).__name__}, not a mapping"))
             return
@@ -172,7 +172,7 @@ class MemoryBudget:
             step.save_plan(path)
 
     def remove(self) -> None:
-        """Give back the host's space and take wrappers off."""
+        """Free the host's space and remove all wrappers."""
         self._state_file.remove()
         note_gone(self._prepared, Mechanism.MEMORY_BUDGET)
         for one in (self._parts, self._whole):

@@ -66,17 +66,17 @@ class OutOfOrderPipeline:
     See :class:`retime.strategies.OOOPipelineStrategy` for what happens, which models can be cut, and the arguments. All
     processes make one of these, and all call its methods. They begin with the values of the first process.
 
-    ``accelerator.save_state()`` and ``load_state()`` have the model too, behind those that were prepared, and the
-    whole optimizer's state: folders are those of a script on one device that prepares the model, and either is loaded
-    by the other, on any number of processes, at any time while the pipeline is there. All processes call them;
-    ``accelerator.get_state_dict(model)`` and ``save_model`` too. Other checkpoints, of the optimizer on all processes,
-    are loaded before the first batch.
+    ``accelerator.save_state()`` and ``load_state()`` include the whole model, after prepared models, and the
+    whole optimizer's state: folders are those of a script on one device that prepares the model, and each loads the
+    other's, on any number of processes, until :meth:`restore`. All processes call them,
+    ``accelerator.get_state_dict(model)`` and ``save_model``. Load other checkpoints, of the optimizer on all processes,
+    before the first batch.
 
-    Each process of a pipeline needs the same batches. With one pipeline a loader that was not prepared, with the same
-    seed everywhere, gives them; with several, ``accelerate.data_loader.prepare_data_loader(loader,
-    num_processes=pipeline.data_parallel_size, process_index=pipeline.data_parallel_rank)`` does. Under
-    ``mixed_precision="bf16"`` all of ``loss_fn`` runs in autocast. With one process there is nothing to share out: then
-    this trains as ever, with one ``NoEffectWarning``.
+    Each process of a pipeline needs the same batches. With one pipeline use a loader that was not prepared, with the
+    same seed everywhere; with several, ``accelerate.data_loader.prepare_data_loader(loader,
+    num_processes=pipeline.data_parallel_size, process_index=pipeline.data_parallel_rank)``. Under
+    ``mixed_precision="bf16"`` all of ``loss_fn`` runs in autocast. With one process this trains the plain way, with one
+    ``NoEffectWarning``.
 
     Raises:
         ValueError: a model in DistributedDataParallel, another engine, fp16, sizes that do not fit the number of
@@ -155,7 +155,7 @@ class OutOfOrderPipeline:
 
         Args:
             batch: whole, the same on all processes of a pipeline.
-            loss_fn: the training step for a part of a batch: returns a loss, or what has one.
+            loss_fn: the training step for a part of a batch: returns a loss, or an output that contains one.
 
         Returns:
             The loss of the batch, a scalar without a graph, on all processes.
@@ -181,7 +181,7 @@ class OutOfOrderPipeline:
         return whole.to(self._accelerator.device)
 
     def evaluate(self, batch: Any, step: Callable[[Any], Any]) -> Any:
-        """What ``step(batch)`` returns, without gradients, on all processes of a pipeline; ``model.eval()`` is yours.
+        """Return ``step(batch)``, without gradients, on all processes of a pipeline; call ``model.eval()`` before.
 
         Args:
             batch: the same on all processes of a pipeline.
@@ -212,7 +212,7 @@ class OutOfOrderPipeline:
         return state if self._is_first else None
 
     def optimizer_state_dict(self) -> dict[str, Any] | None:
-        """That of a plain loop's optimizer on the first process of a pipeline, None on others; all processes call this.
+        """Return the whole optimizer's state on a pipeline's first process, None on others; all processes call this.
 
         Raises:
             RuntimeError: the model is restored, and each process has a part of the state.

@@ -26,13 +26,11 @@ class OutOfOrderDataParallel:
     The loop stays as it is, accumulation, clipping and fp16 included; see
     :class:`retime.mechanisms.out_of_order.OutOfOrderDataParallel` for what happens and for the arguments. Prepare the
     model with ``Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])``. The k
-    that ``"auto"`` found is kept by ``accelerator.save_state()``, in a file of its own: plain code takes the folder as
-    it is, and a folder without it is as good.
-
-    With one process there is none to hide: then this does nothing, with one ``NoEffectWarning``.
+    that ``"auto"`` found is kept by ``accelerator.save_state()`` in a separate file, which plain code ignores and
+    ``load_state()`` does not need. With one process this does nothing, with one ``NoEffectWarning``.
 
     Raises:
-        ValueError: another engine than DistributedDataParallel, a communication hook of its own, a memory budget.
+        ValueError: another engine than DistributedDataParallel, a custom communication hook, a memory budget.
     """
 
     @checked
@@ -95,13 +93,13 @@ class OutOfOrderDataParallel:
         return {} if saved is None else saved.state()
 
     def load_state_dict(self, state: Any) -> None:
-        """Take up the k of an earlier run with as many processes, so that ``"auto"`` need not search again."""
+        """Use the k of an earlier run with as many processes, so that ``"auto"`` need not search again."""
         saved = read_saved_k(state)
         if saved is not None and self._ooo is not None:
             self._ooo.k_choice.use_known(saved)
 
     def flush(self) -> None:
-        """Wait for all gradients and run all pending updates now, for readers that bypass Python."""
+        """Wait for all gradients and run all pending updates now, before reads that bypass torch functions."""
         if self._ooo is not None:
             self._ooo.flush()
 
@@ -110,7 +108,7 @@ class OutOfOrderDataParallel:
         return OutOfOrderReport() if self._ooo is None else self._ooo.report()
 
     def remove(self) -> None:
-        """Bring all parameters up to date and take everything off again."""
+        """Run all pending updates and remove all hooks."""
         self._kept.remove()
         if self._ooo is not None:
             self._ooo.remove()

@@ -25,15 +25,15 @@ class TwoStreams:
     Args:
         accelerator: of one process.
         model: what ``accelerator.prepare()`` returned.
-        threads: of each kernel on the main stream and on the sub-stream, on a CPU; None: a search finds them.
-        max_memory: bytes, or ``"500MB"``, that may wait; None: no bound.
-        layers: names of those whose weight gradients may run on the sub-stream; None: of all, or of those that the
+        threads: of each kernel on the main stream and on the sub-stream, on a CPU; None: a search chooses them.
+        max_memory: bytes, or ``"500MB"``, of inputs and output gradients that may wait; None: no bound.
+        layers: names of layers whose weight gradients may run on the sub-stream; None: all, or those that the
             search chooses.
-        graph: whether parts of the model are captured as CUDA graphs.
+        graph: capture parts of the model as CUDA graphs.
 
     Raises:
-        ValueError: several processes, or an engine of its own; ``layers`` with other names; ``graph=True`` without a
-            CUDA device; or an optimizer of this model has backward fusion, a memory budget or two streams already.
+        ValueError: several processes, or an engine such as DeepSpeed; ``layers`` with other names; ``graph=True``
+            without a CUDA device; or an optimizer of this model has backward fusion, a memory budget or two streams.
     """
 
     @checked
@@ -69,7 +69,7 @@ class TwoStreams:
         return self._two_streams.report()
 
     def remove(self) -> None:
-        """Give the layers their own ``forward`` back, and end the second thread."""
+        """Restore the layers' ``forward``, and end the second thread."""
         self._two_streams.remove()
         for optimizer in self._prepared:
             note_gone(optimizer, Mechanism.TWO_STREAMS)

@@ -22,9 +22,9 @@ from retime.mechanisms.out_of_order import K, OutOfOrderReport
 class OutOfOrderDataParallel(DuringTraining):
     """Hide gradient communication behind weight gradients and the next forward pass, in each ``train()``.
 
-    Start a process a device, as for the plain Trainer (``torchrun``), with
-    ``TrainingArguments(ddp_find_unused_parameters=False)``, as buckets keep their order else. Gradients become views of
-    DDP's buckets, which changes no bit. With one process there is none to hide: then this does nothing, with one
+    Start one process per device, as for the plain Trainer (``torchrun``), with
+    ``TrainingArguments(ddp_find_unused_parameters=False)``, as otherwise buckets keep their order. Gradients become
+    views of DDP's buckets, with the same values. With one process this does nothing, with one
     ``NoEffectWarning``. See :class:`retime.mechanisms.out_of_order.OutOfOrderDataParallel`.
 
     Args:
@@ -66,10 +66,10 @@ class OutOfOrderDataParallel(DuringTraining):
 
 
 class CPUAccumulate(DuringTraining):
-    """Let the host's processors add gradients up, in memory that the ranks of a machine share, in each ``train()``.
+    """Sum gradients on the host's processors, in memory that the ranks of a machine share, in each ``train()``.
 
-    Start a process a device, as for the plain Trainer (``torchrun``). With one process there is nothing to add up: then
-    this does nothing, with one ``NoEffectWarning``.
+    Start one process per device, as for the plain Trainer (``torchrun``). With one process this does nothing, with one
+    ``NoEffectWarning``.
 
     Args:
         trainer: before ``train()``.
@@ -77,7 +77,7 @@ class CPUAccumulate(DuringTraining):
 
     Raises:
         ValueError: DeepSpeed, FSDP and DataParallel; a mechanism that does not go with it. When a training begins,
-            before its first step, sparse gradients and a communication hook of the model's own.
+            before its first step, sparse gradients and a custom communication hook.
     """
 
     @checked
@@ -86,7 +86,7 @@ class CPUAccumulate(DuringTraining):
         super().__init__(trainer, Mechanism.HOST_REDUCTION, HostReductionReport())
 
     def report(self) -> HostReductionReport:
-        """What was added up in this training, or in the last one, and where."""
+        """What was summed in this training, or in the last one, and where."""
         report: HostReductionReport = self._current_report()
         return report
 

@@ -30,7 +30,7 @@ class FusedOptimizer(DuringTraining):
     Args:
         trainer: before ``train()``; one of a class that inherits from ``Trainer`` as well.
         mode: ``"forward"`` goes with everything above. ``"backward"`` frees gradients at once and needs
-            ``TrainingArguments(max_grad_norm=0)``, as transformers clips by norm unless told otherwise. The log then
+            ``TrainingArguments(max_grad_norm=0)``, as transformers clips by norm by default. The log then
             has no ``grad_norm``, which a ``DifferenceWarning`` says.
         bucket_bytes: see :func:`retime.fuse_optimizer`.
         clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
@@ -65,7 +65,7 @@ class FusedOptimizer(DuringTraining):
         super().__init__(trainer, Mechanism.fusion(self.mode), FusionReport(self.mode))
 
     def flush(self) -> None:
-        """Forward mode: run all pending updates now, for readers that hold an alias of a parameter's memory."""
+        """Forward mode: run all pending updates now, before reads through an alias of a parameter's memory."""
         if isinstance(self._made, Fused):
             self._made.flush()
 

@@ -1,4 +1,4 @@
-"""Training inside a byte budget for ``transformers.Trainer`` (moDNN, Chen et al. 2018)."""
+"""Training inside a byte budget for ``transformers.Trainer`` (moDNN, Chen et al. 2019)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ _INSTEAD = (
 
 
 class MemoryBudget(DuringTraining):
-    """Keep a trainer's steps inside a number of bytes (Chen et al. 2018, moDNN), in each ``train()``.
+    """Keep a trainer's steps inside a number of bytes (Chen et al. 2019, moDNN), in each ``train()``.
 
-    Activations go to the host during ``compute_loss`` and come back in the backward pass, as planned for the first
-    batch of each shape. Weights, losses and checkpoints are bit-identical to the plain Trainer's. Batches are never cut
-    into sub-batches, which are equal up to rounding only, so budgets are refused that a ``memory_budget`` strategy
-    would keep. Batches of evaluation are not planned for.
+    Activations are offloaded to the host during ``compute_loss`` and come back in the backward pass, as planned for the
+    first batch of each shape. Weights, losses and checkpoints are bit-identical to the plain Trainer's. Batches are
+    never cut into sub-batches, so budgets are refused that a ``memory_budget`` strategy would keep. Batches of
+    evaluation are not planned for.
 
-    Plans are kept from one ``train()`` to the next, and for other runs by :meth:`save_plan`; checkpoints are the plain
-    Trainer's, and have none.
+    Plans are kept from one ``train()`` to the next, and for other runs by :meth:`save_plan`; checkpoints have none.
 
     Args:
         trainer: before ``train()``; one of a class that inherits from ``Trainer`` as well.
@@ -44,15 +43,15 @@ class MemoryBudget(DuringTraining):
             the percentage.
         host: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None chooses by device.
         options: as for :class:`retime.mechanisms.memory_budget.BudgetedStep`: ``on_shape_change``, ``dry_run``,
-            ``plan``, ``say``, ``split``. ``dry_run`` is ``"off"`` where the trainer's class has a ``compute_loss`` of
-            its own, which may count and log: then it is called once a batch, as ever. ``"auto"`` plans better.
+            ``plan``, ``say``, ``split``. ``dry_run`` is ``"off"`` if the trainer's class overrides ``compute_loss``,
+            which may count and log: then it is called once a batch. ``"auto"`` plans better.
 
     Raises:
         ValueError: a budget that cannot be read; DeepSpeed, FSDP and DataParallel; backward fusion beside it; several
-            processes and a ``compute_loss`` of the trainer's own, unless ``dry_run="auto"`` is given.
+            processes and an overridden ``compute_loss``, unless ``dry_run="auto"`` is given.
         BudgetError: from ``train()``, before the first step of a shape: offloading alone does not keep the budget.
-            With ``dry_run="off"`` it comes with the second step, since the first one is what plans follow from.
-            ``auto_find_batch_size`` takes it for out of memory.
+            With ``dry_run="off"`` it comes with the second step, since plans follow from the first one.
+            ``auto_find_batch_size`` treats it as out of memory.
     """
 
     @checked

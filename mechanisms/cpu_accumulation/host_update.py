@@ -321,14 +321,13 @@ class _Does(IntEnum):
 class HostUpdate:
     """Divides an optimizer's updates among the ranks of a machine; all ranks make one of these, and remove it.
 
-    Every parameter is updated once a machine, from the gradient that all ranks have, so results are what they are
-    without this. Ranks make sure in each step that they step the same parameters, and compare some gradients and all
-    weights that something else has changed (``likeness.py``). Where the optimizer cannot be taken apart, or ranks share
-    no memory, every rank steps all, with one ``NoEffectWarning``; so it goes on if a reason for that comes up later,
-    such as a step hook.
+    Every parameter is updated once per machine, from the gradient that all ranks have, so results do not change. In
+    each step ranks check that they update the same parameters, and compare some gradients and all weights that
+    something else has changed. If the optimizer cannot be run parameter by parameter, or ranks share no memory, every
+    rank updates all, with one ``NoEffectWarning``; also from a later step on, as after a step hook is added.
 
     While updates are divided, ``optimizer.state_dict()`` and copies of the optimizer are refused, as they would hold a
-    part. In DistributedDataParallel's ``join()`` a rank without batches does not step: the others wait for it in vain.
+    part. In DistributedDataParallel's ``join()`` a rank without batches does not step, and the others time out.
 
     Args:
         optimizer: the same on all ranks. State that is there stays with the rank that updates the parameter.

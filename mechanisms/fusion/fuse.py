@@ -70,12 +70,12 @@ def fuse_optimizer(
 ) -> BackwardFusion | ForwardFusion:
     """Fuse ``optimizer`` into the passes of ``model`` (Jiang et al. 2021, section 3); the loop stays as it is.
 
-    ``mode="backward"`` updates parameters inside ``loss.backward()`` and frees their gradients at once;
-    ``optimizer.step()`` updates what is left. Gradients are gone by then: reading one raises an error. Several backward
+    ``mode="backward"`` updates parameters inside ``loss.backward()`` and frees their gradients at once, so that reading
+    one raises an error; ``optimizer.step()`` updates what is left. Several backward
     passes a step work (the first step counts them, or wrap all but the last in ``with fusion.accumulate():``).
     ``mode="forward"`` defers the updates to the next read of each parameter, usually the next forward pass.
 
-    Parameters and optimizer state are bit-identical to the plain loop's, as each kernel is elementwise and the same.
+    Parameters and optimizer state are bit-identical to the plain loop's.
 
     Under ``DistributedDataParallel`` backward mode updates each bucket after its all-reduce; it takes the model's
     communication hook.
@@ -93,11 +93,11 @@ def fuse_optimizer(
             its peak of memory is already the lower one; a step with more passes raises.
 
     Returns:
-        The fusion, which counts what it does (``report()``) and takes itself off (``remove()``).
+        The fusion, with ``report()`` and ``remove()``.
 
     Raises:
         ValueError: the mode is unknown, the optimizer holds no parameter of the model or parameters on another device,
-            or it cannot be updated parameter by parameter (LBFGS, step hooks, a ``step`` of somebody's own).
+            or it cannot be updated parameter by parameter (LBFGS, step hooks, a custom ``step``).
     """
     mode = check_mode(mode)
     if mode == "backward":

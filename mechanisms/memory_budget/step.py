@@ -60,31 +60,30 @@ class NoLossError(ValueError):
 class BudgetedStep:
     """Runs the steps of one model inside a budget.
 
-    Offload-only plans give the plain step's numbers bit by bit, sub-batches give them up to rounding; whether
-    sub-batches may be used is found out by a probe on the first batch (:func:`certify`).
+    With offload-only plans results equal the plain step's bit for bit, with sub-batches up to rounding; a probe on the
+    first batch decides whether sub-batches may be used (:func:`certify`).
 
     Args:
         model: all that a step trains.
         optimizers: those that update it; their states count.
-        budget_bytes: for parameters, buffers, gradients, optimizer states, the batch, activations and what operations
-            need for themselves. On a CPU: what the process may grow by over itself without the model.
+        budget_bytes: for parameters, buffers, gradients, optimizer states, the batch, activations and workspaces of
+            operations. On a CPU: by how much the process may grow over its size without the model.
         host: where offloaded storages go; it is closed by :meth:`remove`.
-        batchnorm: what to do about layers with batch statistics: ``"offload"`` only, or ``"ghost"`` statistics of
-            each sub-batch.
-        split: a ``split_batch(batch, sub_batch)`` hook for batches that cannot be cut by their first dimension.
-        loss_weight: counts what the loss of a part is a mean over, where a probe cannot see it.
+        batchnorm: for layers with batch statistics: ``"offload"`` only, or ``"ghost"`` statistics of each sub-batch.
+        split: a ``split_batch(batch, sub_batch)`` hook for batches that cannot be cut along their first dimension.
+        loss_weight: counts what the loss of a part is a mean over, if a probe cannot see it.
         on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``. Smaller batches of the same shape
             else keep their plan.
         sub_batches: False plans for whole batches only.
-        dry_run: ``"auto"`` calls the step more often than training does where a budget is not roomy, which is said
-            before; ``"off"`` never does: the first step of each shape runs with everything offloaded, and plans follow
-            from what it saved. Batches then stay whole.
+        dry_run: ``"auto"`` calls the step more often than training does, unless the budget is many times what a step
+            needs, and says so before; ``"off"`` never does: the first step of each shape runs with everything
+            offloaded, and plans follow from what it saved. Batches then stay whole.
         gradients, buckets, reduction_bytes: what else holds memory, and when; see :class:`TrainingStep`.
         hidden_bytes: of tensors that nothing in Python holds; plans count them, and freed memory leaves room for them.
         may_stop: a first step that runs without a plan may be stopped in its forward pass, and runs again.
-        whole_because: why batches must not be split, if the caller knows a reason; refusals quote it.
+        whole_because: why batches must not be split, if the caller knows a reason; errors quote it.
         plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote: its plans are used, and no others.
-        say: is told what is being done, a line at a time.
+        say: called with each line of progress.
         make_plan: a ``make_plan(planner, step, batch, samples)`` that makes the plan of each new shape, instead of
             :meth:`StepPlanner.make`. First steps then are planned for too, and none is stopped.
 

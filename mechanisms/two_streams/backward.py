@@ -149,36 +149,36 @@ class TwoStreamBackward:
         print(two_streams.report())
         two_streams.remove()
 
-    On CUDA the other stream has the lowest priority. On a CPU streams are cores: a second thread has some of them.
-    Gradients are the bits of a plain backward pass whose kernels have as many threads. How many threads a kernel has
-    decides how its sums are rounded, on a CPU: the search tries several, ``threads=(n, n)`` with
-    ``n = torch.get_num_threads()`` keeps the number, and the bits.
+    On CUDA the other stream has the lowest priority. On a CPU it is a second thread with some of the cores.
+    Gradients equal, bit for bit, those of a plain backward pass whose kernels have as many threads, which decides how
+    sums are rounded on a CPU. The search tries several numbers; ``threads=(n, n)`` with
+    ``n = torch.get_num_threads()`` keeps the plain one.
 
-    What cannot wait stays in order and is listed in the report: other kinds of layers, layers whose parameters have
+    Layers that stay in order are listed in the report: other kinds of layers, layers whose parameters have
     hooks or are used in several places, code under activation checkpointing, ``torch.compile`` or function transforms,
     and backward passes for chosen inputs or with ``create_graph=True``.
 
-    With ``graph=True`` parts of the model are captured as CUDA graphs with both streams inside, which spares the host
-    from issuing their kernels one by one (section 4.2). Only modules whose code is certain to run the same kernels in
-    each call are captured, and gradients stay the same bits: :mod:`retime.mechanisms.two_streams.graph`.
-    With ``optimizer=`` each update runs right behind its weight gradient, on the same stream, and updates of what stays
-    in order as in backward fusion (:func:`retime.mechanisms.fusion.fuse_optimizer`): ``optimizer.step()`` does the
-    rest, and gradients are gone behind ``backward()``. Where steps have different numbers of backward passes, all but
-    the last belong into ``with two_streams.fusion.accumulate():``.
+    With ``graph=True`` parts of the model are captured as CUDA graphs with both streams inside, so that the host does
+    not issue their kernels one by one (section 4.2). Only modules whose code is certain to run the same kernels in
+    each call are captured, and gradients do not change: :mod:`retime.mechanisms.two_streams.graph`.
+    With ``optimizer=`` each update runs right after its weight gradient, on the same stream; parameters of layers that
+    stay in order update as in backward fusion (:func:`retime.mechanisms.fusion.fuse_optimizer`). ``optimizer.step()``
+    does the rest, and gradients are freed in ``backward()``. If steps have different numbers of backward passes, wrap
+    all but the last in ``with two_streams.fusion.accumulate():``.
 
     Args:
         model: any module on one device; not wrapped in DistributedDataParallel.
-        optimizer: of its parameters, whose updates are to run inside of the backward pass; None: it steps by itself.
-        threads: of each kernel on the main stream and on the sub-stream, on a CPU, which also ends the search; None:
-            at most 38 steps of training find out what is fastest, and if two streams are not, they are taken off.
+        optimizer: of its parameters, to run updates inside the backward pass; None: updates stay in ``step()``.
+        threads: of each kernel on the main stream and on the sub-stream, on a CPU, without a search; None:
+            a search of at most 38 training steps chooses, and removes two streams if they are not faster.
         max_memory: bytes of inputs and output gradients that may wait for their weight gradients; beyond it the main
             stream computes the one that has waited longest (on CUDA it waits). None: no bound.
-        layers: names of those whose weight gradients may run on the sub-stream, as ``report().setting.layers`` of an
-            earlier run has them; None: of all, or with a search on a CPU of those that its profile chooses.
-        graph: whether parts of the model are captured as CUDA graphs; a search tries this with one stream and two.
+        layers: names of layers whose weight gradients may run on the sub-stream, as in ``report().setting.layers`` of
+            an earlier run; None: all, or with a search on a CPU those that its profile chooses.
+        graph: capture parts of the model as CUDA graphs; a search tries this with one stream and two.
 
     Raises:
-        ValueError: an argument cannot be meant, ``layers`` names one that cannot, the model runs on several ranks, the
+        ValueError: an argument out of range, ``layers`` names a layer that cannot, the model runs on several ranks, the
             optimizer cannot be updated parameter by parameter, or ``graph=True`` without a CUDA device or with
             ``optimizer=``.
     """
