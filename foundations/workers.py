@@ -212,10 +212,11 @@ def free_port() -> int:
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a store sets it too, and may listen beside
     held.bind(("127.0.0.1", 0))
-    _held_ports.append(held)
+    port = int(held.getsockname()[1])
+    _held_ports.append(held.detach())
     if len(_held_ports) > _PORTS:
-        _held_ports.pop(0).close()
-    return int(held.getsockname()[1])
+        os.close(_held_ports.pop(0))
+    return port
 
 
 def rank_variables(
@@ -236,7 +237,7 @@ def rank_variables(
 
 
 _served: Connection | None = None
-_held_ports: list[socket.socket] = []
+_held_ports: list[int] = []
 
 
 def _serve(channel: Connection, cores: Sequence[int] = (), environment: Mapping[str, str] | None = None) -> None:

@@ -164,7 +164,12 @@ def test_ctrl_c(folder: Path) -> None:
     """In the middle of the methods: what is known is printed and written, and no process is left."""
     command = [sys.executable, "-m", "retime.commands.main", "advise", "advised_models:small", "--json", "advice.json"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job begins without
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
