@@ -4,6 +4,7 @@ Sphinx with furo, and not mkdocs-material, whose maintenance ends in May 2027. P
 shows too, so the tables of contents are added here.
 """
 
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +19,7 @@ include_patterns = [
     *("foundations/**/README.md", "mechanisms/**/README.md", "results/README.md", "results/**/result.md"),
 ]
 myst_heading_anchors = 4
+myst_enable_extensions = ["attrs_inline"]
 autodoc_typehints = "none"  # the signature has them
 autodoc_member_order = "bysource"
 html_theme = "furo"
@@ -63,7 +65,8 @@ def add_contents(_: Sphinx, page: str, source: list[str]) -> None:
         for caption, pages in CONTENTS.items():
             source[0] += _table(f":caption: {caption}", *(f"/{one}" for one in pages))
     elif page == "results/README":
-        source[0] += _table(":glob:", "**/result")
+        # its anchors are HTML, which a code host shows; Sphinx knows those of spans
+        source[0] = re.sub(r'<a id="([^"]+)"></a>', r"[]{#\1}", source[0]) + _table(":glob:", "**/result")
 
 
 def _table(*lines: str) -> str:
