@@ -6,7 +6,7 @@ Written from `claims.yaml` of each paper and from the `result.json` files; nothi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def page(results: Mapping[Path, Result], folder: Path, age: Age = age) -> str:
     read = {name for one in papers for name in one.results}
     beyond = {path: result for path, result in results.items() if name_of(path, folder) not in read}
     lines = [
-        *_head(papers),
+        *_head(papers, results.values()),
         "## What holds and what does not",
         "",
         *_sentences(papers),
@@ -117,7 +117,7 @@ def name_of(path: Path, folder: Path) -> str:
     return path.parent.relative_to(folder).as_posix()
 
 
-def _head(papers: Sequence[JudgedPaper]) -> list[str]:
+def _head(papers: Sequence[JudgedPaper], results: Collection[Result]) -> list[str]:
     heading = ["paper", "claims", *(verdict.value for verdict in Verdict)]
     rows = []
     for one in papers:
@@ -125,9 +125,10 @@ def _head(papers: Sequence[JudgedPaper]) -> list[str]:
         rows.append([f"[{one.paper.paper}](#{one.paper.paper})", str(sum(counts.values())), *map(str, counts.values())])
     total = counted([claim for one in papers for claim in one.claims])
     rows.append(["all", str(sum(total.values())), *map(str, total.values())])
-    dirty = sum(changed(result) for one in papers for result in one.results.values())
-    number = sum(len(one.results) for one in papers)
-    tree = f"**{dirty} of the {number} results below come from working trees with changes: to be measured again.**"
+    dirty = sum(map(changed, results))
+    tree = (
+        f"**{dirty} of the {len(results)} results below come from working trees with changes: to be measured again.**"
+    )
     lines = ["# Results", "", tree if dirty else "All results below come from clean working trees.", "", *_WHAT, ""]
     return [*lines, *markdown_table(heading, rows), "", *_LEGEND, ""]
 
