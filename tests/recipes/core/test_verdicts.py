@@ -4,8 +4,9 @@ from math import inf
 
 import pytest
 
+from retime.commands.advise_turns import judged
 from retime.recipes.core.claims import Claim, Comparison, Target
-from retime.recipes.core.measure import Spread
+from retime.recipes.core.measure import Spread, spread
 from retime.recipes.core.published import Check, Paper, Published, Reading
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.verdicts import Value, Verdict, accepted, along, counted, inside, judge, kind_of, values_of
@@ -211,3 +212,9 @@ def test_a_recipes_own_reason_is_taken_where_none_is_written() -> None:
     )
     judged = judge(PAPER, claim(Check(within=0.25)), result(1.2), [line])
     assert (judged.verdict, judged.why) == (Verdict.FAILS, "too few blocks")
+
+
+@pytest.mark.parametrize(("rounds", "said"), [([1.02, 1.03, 0.99], None), ([1.02, 1.03, 1.04, 1.01, 0.9], True)])
+def test_fewer_than_five_rounds_decide_by_all_of_them(rounds: list[float], said: bool | None) -> None:
+    assert inside(spread(rounds), 1.0, inf) is said
+    assert judged(spread(rounds)) == ("faster" if said else "undecided")
