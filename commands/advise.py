@@ -345,12 +345,11 @@ class _Measuring:
             kernels = (False, True) if first["has_fused"] else (False,)
             settings = [Setting(*key) for key in ((t, f, k) for t in threads for f in kernels for k in (False, True))]
             times: dict[Setting, list[float]] = {setting: [] for setting in settings}
-            guess = min(first["ms"])
             for number in range(1 + _SEARCH_ROUNDS):
                 began = limit.left_s()
                 for setting in settings if number % 2 else reversed(settings):
                     how = {"threads": setting.threads, "fused": setting.fused}
-                    running[setting.kept_heap].steps(limit, 1, **how)
+                    guess = running[setting.kept_heap].steps(limit, 1, **how)["ms"][0]
                     times[setting].append(running[setting.kept_heap].block(limit, guess, **how)[0])
                 if began - limit.left_s() > limit.left_s():
                     break

@@ -164,7 +164,7 @@ def test_ctrl_c(folder: Path) -> None:
     """In the middle of the methods: what is known is printed and written, and no process is left."""
     command = [sys.executable, "-m", "retime.commands.main", "advise", "advised_models:small", "--json", "advice.json"]
     with subprocess.Popen(
-        command,
+        [*command, "--seconds", str(limit_s(60))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -172,11 +172,12 @@ def test_ctrl_c(folder: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job begins without
     ) as process:
         assert process.stderr is not None
-        for line in process.stderr:
-            if "fused_optimizer: " in line:  # all other methods follow
-                break
-        time.sleep(1)
-        children = psutil.Process(process.pid).children(recursive=True)
+        said = ""
+        while "fused_optimizer: " not in said:  # all other methods follow
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        children = psutil.Process(process.pid).children(recursive=True)  # the plain step waits beside all methods
         assert children
         os.kill(process.pid, signal.SIGINT)
         out, _ = process.communicate(timeout=limit_s(60))
