@@ -26,7 +26,14 @@ from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.fusion import BackwardFusion, FusedParameter, FusionReport, check_can_fuse_in_backward
 from retime.mechanisms.two_streams.graph import GraphedPart, parts_of
 from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, Parameters, SplitLayer, split_layers
-from retime.mechanisms.two_streams.search import Profile, Search, Setting, settings_for, with_layers
+from retime.mechanisms.two_streams.search import (
+    STEPS_TO_SECOND_LOOK,
+    Profile,
+    Search,
+    Setting,
+    settings_for,
+    with_layers,
+)
 from retime.mechanisms.two_streams.sub_stream import Job, SubStream, sub_stream_of
 from retime.mechanisms.two_streams.updates import SubStreamFusion, add_gradient
 
@@ -170,7 +177,8 @@ class TwoStreamBackward:
         model: any module on one device; not wrapped in DistributedDataParallel.
         optimizer: of its parameters, to run updates inside the backward pass; None: updates stay in ``step()``.
         threads: of each kernel on the main stream and on the sub-stream, on a CPU, without a search; None:
-            a search of at most 38 training steps chooses, and removes two streams if they are not faster.
+            a search of at most 38 training steps chooses, and removes two streams if they are not faster. On a CPU 16
+            steps, 100 later, compare them with the plain step again, and remove them if they are slower then.
         max_memory: bytes of inputs and output gradients that may wait for their weight gradients; beyond it the main
             stream computes the one that has waited longest (on CUDA it waits). None: no bound.
         layers: names of layers whose weight gradients may run on the sub-stream, as in ``report().setting.layers`` of
@@ -220,6 +228,8 @@ class TwoStreamBackward:
         self._profile: Profile | None = None
         self._to_try: list[Setting] = []
         self._search: Search | None = None
+        self._second_look: dict[int, Search] = {}
+        """By the step that it begins with."""
         self._setting: Setting | None = None
         self._now: Setting | None = None
         """The setting of the step that is under way."""
@@ -373,6 +383,9 @@ class TwoStreamBackward:
             self._next_setting(self._search)
         elif self._search is not None:
             self._next_setting(self._search)
+        elif self._steps in self._second_look:
+            self._search = self._second_look.pop(self._steps)
+            self._next_setting(self._search)
         if self._steps == STEPS_TO_SEE:
             self._see_effect()
             if self._parts and not any(part.was_called for part in self._parts):
@@ -415,8 +428,12 @@ class TwoStreamBackward:
             self._use(setting)
 
     def _end_search(self, search: Search) -> None:
-        self._search, self._tried_ms = None, search.medians_ms()
-        self._setting = search.best()
+        self._search, self._tried_ms = None, {**self._tried_ms, **search.medians_ms()}
+        is_second_look = self._setting is not None
+        self._setting = search.second_look() if is_second_look else search.best()
+        if self._setting.two_streams and not is_second_look and not has_streams(self._device):
+            two = [search.best_plain(), self._setting]
+            self._second_look = {self._steps + STEPS_TO_SECOND_LOOK: Search(two, self._device)}
         self._use(self._setting)
         for part in self._parts:
             part.keep_only(part.two_streams)

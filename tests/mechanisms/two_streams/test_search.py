@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,34 @@ def test_where_two_streams_do_not_pay_they_are_taken_off(monkeypatch: pytest.Mon
     assert torch.get_num_threads() == best.forward_threads
     loop.two_streams.remove()
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_second_look_removes_two_streams_that_only_won_while_the_search_lasted(
+    monkeypatch: pytest.MonkeyPatch, lasting: bool
+) -> None:
+    plain_s = {PLAIN: 3.0, FEWER: 2.5}
+    loop = Loop(monkeypatch, plain_s.__getitem__)
+    loop._step_s = lambda one: plain_s.get(one, 2.0 if lasting or len(loop.used) <= SEARCH_STEPS else 2.6)
+    loop.steps(SEARCH_STEPS + search.STEPS_TO_SECOND_LOOK)
+    assert set(loop.used[SEARCH_STEPS:]) == {BOTH}
+    removed = pytest.warns(NoEffectWarning, match="do not pay here and are taken off: plain with 1 thread")
+    with nullcontext() if lasting else removed:
+        loop.steps(30)
+    looked = loop.used[SEARCH_STEPS + search.STEPS_TO_SECOND_LOOK :][:16]
+    assert looked == ([FEWER] * 4 + [BOTH] * 4) * 2
+    assert loop.two_streams.report().setting == (BOTH if lasting else FEWER)
+    assert loop.two_streams.report().tried_ms[PLAIN] == 3000.0  # of the search
+    assert len(sub_threads()) == lasting
+    loop.two_streams.remove()
+
+
+def test_a_second_look_needs_every_round_to_remove_two_streams() -> None:
+    tried = search.Search([PLAIN, BOTH], torch.device("cpu"))
+    tried.times_ms = {PLAIN: [100.0] * 3 + [90.0] * 3, BOTH: [99.0] * 3 + [120.0] * 3}
+    assert tried.second_look() == BOTH
+    tried.times_ms[BOTH] = [101.0] * 3 + [91.0] * 3
+    assert tried.second_look() == PLAIN
 
 
 def test_a_gain_of_less_than_a_hundredth_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
