@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -292,9 +292,11 @@ class Workers:
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._is_stopped = False
 
     def run(self, task: Callable[[], None]) -> None:
         """Let a thread run ``task``, which must not raise."""
+        self._is_stopped = False
         if self._idle:
             self._idle.pop().put(task)
             return
@@ -303,7 +305,8 @@ class Workers:
         threading.Thread(target=self._serve, args=(inbox,), name="retime-pipeline", daemon=True).start()
 
     def stop(self) -> None:
-        """Let the idle threads end."""
+        """Let the threads end, those at work behind their task."""
+        self._is_stopped = True
         while self._idle:
             self._idle.pop().put(None)
 
@@ -312,6 +315,10 @@ class Workers:
             task()
             del task
             self._idle.append(inbox)
+            if self._is_stopped:  # before this thread was idle, as a task tells of its end before it returns
+                with suppress(ValueError):  # it has been told, or has the next task
+                    self._idle.remove(inbox)
+                    return
 
 
 class SuspendedCall:

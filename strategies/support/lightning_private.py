@@ -149,8 +149,8 @@ def in_the_loaders_order(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-_TOGETHER_S = 0.2
-"""Within which a scheduler signals all ranks of a machine."""
+_TOGETHER_S = 2.0
+"""Within which a scheduler signals all ranks of a machine; the error of a rank that is lost without waits as long."""
 
 
 def end_behind_batch_on_sigterm(trainer: Trainer, tells_of_lost_rank: Callable[[BaseException], bool]) -> None:
@@ -175,7 +175,9 @@ def _run_stage(trainer: Any, connector: Any, tells_of_lost_rank: Callable[[BaseE
         return trainer._run_stage()
     except Exception as error:
         if tells_of_lost_rank(error):
-            time.sleep(_TOGETHER_S)
+            until = time.monotonic() + _TOGETHER_S
+            while not connector.received_sigterm and time.monotonic() < until:
+                time.sleep(0.02)
             if connector.received_sigterm:
                 raise SIGTERMException from error
         raise
