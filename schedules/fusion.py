@@ -7,8 +7,7 @@ same tasks. ``O_1``, the gradient of the batch, is left out: training does not n
 from __future__ import annotations
 
 from retime.schedules.errors import check_count
-from retime.schedules.schedule import Schedule
-from retime.schedules.tasks import Kind, Task
+from retime.schedules.schedule import Kind, Schedule, Task
 
 
 def baseline(layers: int, *, steps: int = 1) -> Schedule:

@@ -25,13 +25,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from retime.schedules.buffers import Buffer, memory_usage
 from retime.schedules.errors import ScheduleError, check_count
-from retime.schedules.simulate import Timeline
-from retime.schedules.tasks import Kind, Task
+from retime.schedules.schedule import Kind, Needs, Task, execution_order
+from retime.schedules.simulate import Buffer, Timeline, memory_usage
 from retime.schedules.timeline import Span
 from retime.schedules.two_streams import MAIN, SUB, Profile, Region, TwoStreamSchedule, sub_stream_tasks
-from retime.schedules.validate import Needs, execution_order
 
 _SAME_MS = 1e-9  # sums of floats that should be equal differ by less
 

@@ -23,13 +23,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from retime.schedules.buffers import Buffer, Sizes, step_buffers
-from retime.schedules.dependencies import dependencies
 from retime.schedules.errors import ScheduleError, check_count, mark
-from retime.schedules.schedule import Schedule
-from retime.schedules.simulate import Timeline, simulate
-from retime.schedules.tasks import Kind, Task
-from retime.schedules.validate import Needs, validate
+from retime.schedules.schedule import Kind, Needs, Schedule, Task, dependencies, validate
+from retime.schedules.simulate import Buffer, Sizes, Timeline, simulate, step_buffers
 
 MAIN, SUB = "main", "sub"
 """The names of the two lanes."""

@@ -1,15 +1,123 @@
-"""The state of the device in a simulated step: which block lies where, what the host holds, what is on its way."""
+"""A simulated step: what it did, and the device while it runs: which block lies where, and what is on its way."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
-from retime.schedules.modnn.allocator import Pool, Segment
-from retime.schedules.modnn.result import Copy, Direction, Placement
-from retime.schedules.modnn.sized import NEVER, SizedGraph
-from retime.schedules.modnn.transfer_lane import TransferLane
+from retime.schedules.modnn.bounds import NEVER, SizedAlgorithm, SizedGraph
+from retime.schedules.modnn.resources import Pool, Segment, TransferLane
+from retime.schedules.timeline import Span
+
+COMPUTE, TRANSFER = "compute", "transfer"
+"""The two lanes: the paper's Strm_C and Strm_D."""
+
+
+class Direction(StrEnum):
+    """Why a block is copied."""
+
+    OFFLOAD = "offload"
+    """Device to host."""
+    PREFETCH = "prefetch"
+    """Host to device, of a block that was on the device before."""
+    INPUT = "input"
+    """Host to device, the first time: every way to train has to do it."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One transfer."""
+
+    block: str
+    direction: Direction
+    start_ms: float
+    end_ms: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A stretch of the device's memory and the time for which a block, or a task's workspace, holds it."""
+
+    name: str
+    offset: int
+    bytes: int
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A task that waited for the transfer stream."""
+
+    task: str
+    ms: float
+
+
+@dataclass(frozen=True)
+class OffloadSchedule:
+    """One round through the model: what runs, what is copied and where everything lies.
+
+    Args:
+        samples: the sub-batch size.
+        budget_bytes: what it was made for.
+        finish_ms: when the last task ends, in milliseconds from the start of the round.
+        start_ms: by task, when it starts.
+        compute_ms: the time of all tasks with the algorithms chosen; the rest of ``finish_ms`` is waiting.
+        stalls: the tasks that waited.
+        algorithms: by task with more than one algorithm, the name of the one it runs by.
+        copies: all transfers, by start.
+        placements: what lay where, by start.
+        defragmentations: tasks before which everything was offloaded, because the free memory was in pieces.
+        resident_bytes: what stays in device memory throughout.
+        peak_bytes: with ``resident_bytes`` and the holes between blocks: never above the budget.
+        live_peak_bytes: the same without the holes.
+    """
+
+    samples: int
+    budget_bytes: int
+    finish_ms: float
+    start_ms: Mapping[str, float]
+    compute_ms: float
+    stalls: tuple[Stall, ...]
+    algorithms: Mapping[str, str]
+    copies: tuple[Copy, ...]
+    placements: tuple[Placement, ...]
+    defragmentations: tuple[str, ...]
+    resident_bytes: int
+    peak_bytes: int
+    live_peak_bytes: int
+    spans: tuple[Span, ...]
+    """Boxes for :func:`retime.schedules.write_png` and :func:`retime.schedules.write_chrome_trace`."""
+
+    @property
+    def stall_ms(self) -> float:
+        """Waiting time of all tasks together."""
+        return self.finish_ms - self.compute_ms
+
+    def moved_bytes(self, *directions: Direction) -> int:
+        """Bytes copied in these directions; all of them when none is given."""
+        wanted = directions or tuple(Direction)
+        return sum(copy.bytes for copy in self.copies if copy.direction in wanted)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        return self.moved_bytes(Direction.OFFLOAD)
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Fetched again; the first copy of an input is not counted, see :class:`Direction`."""
+        return self.moved_bytes(Direction.PREFETCH)
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The blocks that leave the device and come back, once each, in the order in which they first leave."""
+        names = (copy.block for copy in self.copies if copy.direction is Direction.OFFLOAD)
+        return tuple(dict.fromkeys(names))
+
 
 WORKSPACE = -1
 """The owner of a task's workspace; blocks have numbers from 0."""
@@ -198,4 +306,59 @@ class Device:
             [replace(placement, end_ms=max(placement.end_ms, empty_ms)) for placement in self.placements[-count:]]
             if count
             else []
+        )
+
+
+class RunLog:
+    """Written by a simulator while it runs."""
+
+    def __init__(self, sized: SizedGraph, budget_bytes: int) -> None:
+        self.sized = sized
+        self.budget_bytes = budget_bytes
+        self._compute_ms = 0.0
+        self._spans: list[Span] = []
+        self._stalls: list[Stall] = []
+        self._algorithms: dict[str, str] = {}
+        self._defragmentations: list[str] = []
+
+    def stalled(self, task: int, waited_ms: float) -> None:
+        """A task started so much after the stream of tasks was free."""
+        if waited_ms > 0:
+            self._stalls.append(Stall(self.sized.tasks[task].name, waited_ms))
+
+    def defragmented(self, task: int) -> None:
+        """Everything left the device before this task."""
+        self._defragmentations.append(self.sized.tasks[task].name)
+
+    def ran(self, task: int, start_ms: float, end_ms: float, algorithm: SizedAlgorithm) -> None:
+        """A task ran."""
+        described = self.sized.tasks[task]
+        self._compute_ms += algorithm.ms
+        self._spans.append(Span(described.name, COMPUTE, start_ms, end_ms - start_ms, described.phase.value))
+        if len(self.sized.algorithms[task]) > 1:
+            self._algorithms[described.name] = algorithm.name
+
+    def result(self, device: Device, finish_ms: float) -> OffloadSchedule:
+        """The schedule, once all tasks have run."""
+        copies = sorted(device.copies, key=lambda copy: copy.start_ms)
+        spans = [
+            Span(copy.block, TRANSFER, copy.start_ms, copy.end_ms - copy.start_ms, copy.direction.value)
+            for copy in copies
+        ]
+        resident = self.sized.resident_bytes
+        return OffloadSchedule(
+            samples=self.sized.samples,
+            budget_bytes=self.budget_bytes,
+            finish_ms=finish_ms,
+            start_ms={span.name: span.start_ms for span in self._spans},
+            compute_ms=self._compute_ms,
+            stalls=tuple(self._stalls),
+            algorithms=self._algorithms,
+            copies=tuple(copies),
+            placements=tuple(sorted(device.placements, key=lambda placement: placement.start_ms)),
+            defragmentations=tuple(self._defragmentations),
+            resident_bytes=resident,
+            peak_bytes=resident + device.pool.high_water_bytes,
+            live_peak_bytes=resident + device.pool.peak_bytes,
+            spans=(*self._spans, *spans),
         )

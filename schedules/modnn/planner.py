@@ -7,12 +7,17 @@ from dataclasses import dataclass
 
 from retime.schedules.budget import BudgetError, TaskGraph
 from retime.schedules.errors import ScheduleError
-from retime.schedules.modnn.bounds import alive_bytes, require_floor
-from retime.schedules.modnn.offload_schedule import offload_schedule
-from retime.schedules.modnn.result import Direction, OffloadSchedule
-from retime.schedules.modnn.sized import SizedGraph, size_graph
-from retime.schedules.modnn.sub_batch import largest_feasible, regular, select_sub_batch
-from retime.schedules.modnn.techniques import Techniques
+from retime.schedules.modnn.bounds import (
+    SizedGraph,
+    alive_bytes,
+    largest_feasible,
+    regular,
+    require_floor,
+    select_sub_batch,
+    size_graph,
+)
+from retime.schedules.modnn.device import Direction, OffloadSchedule
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
 from retime.schedules.modnn.vdnn import vdnn_schedule
 
 _EQUAL_SPLITS = 8

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from retime.schedules.budget import BudgetError, GraphTask, Phase, TaskGraph
 from retime.schedules.errors import ScheduleError
-from retime.schedules.modnn.device import WORKSPACE, Device
-from retime.schedules.modnn.result import OffloadSchedule
-from retime.schedules.modnn.run_log import RunLog
-from retime.schedules.modnn.sized import NEVER, SizedAlgorithm, SizedGraph, size_graph
+from retime.schedules.modnn.bounds import NEVER, SizedAlgorithm, SizedGraph, size_graph
+from retime.schedules.modnn.device import WORKSPACE, Device, OffloadSchedule, RunLog
 
 _UNBOUNDED = 1 << 62
 

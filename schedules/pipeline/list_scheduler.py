@@ -12,11 +12,9 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from retime.schedules.pipeline.costs import Hops, StageCosts, check_stages, hop_table
-from retime.schedules.pipeline.lanes import check_micro_batches, rank_schedule
-from retime.schedules.pipeline.placement import Placement
-from retime.schedules.schedule import Schedule
-from retime.schedules.tasks import Kind, Task
+from retime.schedules.pipeline.placement import Placement, check_micro_batches, rank_schedule
+from retime.schedules.pipeline.simulation import Hops, StageCosts, check_stages, hop_table
+from retime.schedules.schedule import Kind, Schedule, Task
 
 Cap = float | Sequence[float] | None
 """The most activations that a rank may keep alive, in the unit of :attr:`StageCosts.activation_bytes`: one number for

@@ -11,11 +11,9 @@ import re
 from typing import Literal
 
 from retime.schedules.errors import ScheduleError, mark
-from retime.schedules.pipeline.lanes import lane_name, rank_schedule
-from retime.schedules.pipeline.placement import Placement
-from retime.schedules.pipeline.validation import validate_pipeline
-from retime.schedules.schedule import Lane, Schedule
-from retime.schedules.tasks import Kind, Task
+from retime.schedules.pipeline.placement import Placement, lane_name, rank_schedule
+from retime.schedules.pipeline.simulation import validate_pipeline
+from retime.schedules.schedule import Kind, Lane, Schedule, Task
 
 __all__ = ["from_csv", "orders_of", "placement_of", "to_csv"]
 

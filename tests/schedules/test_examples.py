@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["schedule", "validate", "simulate", "fusion", "picture"])
+@pytest.mark.parametrize("name", ["schedule", "simulate", "fusion", "timeline"])
 def test_docstring_examples(name):
     ran = doctest.testmod(importlib.import_module(f"retime.schedules.{name}"))
     assert ran.attempted

@@ -109,6 +109,6 @@ def test_refuses_arguments_out_of_range(arguments, message):
 
 
 def test_docstring_examples():
-    ran = doctest.testmod(importlib.import_module("retime.schedules.k_search"))
+    ran = doctest.testmod(importlib.import_module("retime.schedules.reverse_first_k"))
     assert ran.attempted
     assert not ran.failed

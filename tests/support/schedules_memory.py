@@ -4,8 +4,8 @@ import random
 from collections import defaultdict
 from itertools import pairwise
 
-from retime.schedules.budget.graph import STAYS, Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
-from retime.schedules.modnn.result import Direction
+from retime.schedules.budget import STAYS, Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.modnn.device import Direction
 
 SLACK_MS = 1e-9
 

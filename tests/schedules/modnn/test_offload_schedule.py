@@ -3,9 +3,8 @@
 import pytest
 
 from retime.schedules import ScheduleError
-from retime.schedules.budget.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
-from retime.schedules.modnn.offload_schedule import offload_schedule
-from retime.schedules.modnn.techniques import Techniques
+from retime.schedules.budget import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
 from support.schedules_memory import judge
 
 KINDS = {"i": BlockKind.INPUT, "w": BlockKind.WEIGHT}

@@ -4,10 +4,9 @@ import random
 
 import pytest
 
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 from retime.schedules.modnn.bounds import ideal_peak_bytes, lower_bound
-from retime.schedules.modnn.offload_schedule import offload_schedule
-from retime.schedules.modnn.techniques import Techniques
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
 from retime.schedules.modnn.vdnn import vdnn_schedule
 from support.schedules_memory import judge, random_graph
 

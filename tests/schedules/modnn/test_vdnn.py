@@ -3,8 +3,7 @@
 import pytest
 
 from retime.schedules import ScheduleError
-from retime.schedules.budget.errors import BudgetError
-from retime.schedules.budget.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.budget import Algorithm, Block, BlockKind, BudgetError, GraphTask, Phase, TaskGraph
 from retime.schedules.modnn.offload_schedule import offload_schedule
 from retime.schedules.modnn.planner import plan_vdnn
 from retime.schedules.modnn.vdnn import vdnn_schedule

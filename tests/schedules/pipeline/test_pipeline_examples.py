@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-NAMES = ["placement", "gpipe", "one_forward_one_backward", "ooo_pipe", "simulation", "validation", "synchronisation"]
+NAMES = ["placement", "orders", "ooo_pipe", "simulation"]
 
 
 @pytest.mark.parametrize("name", NAMES)
