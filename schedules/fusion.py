@@ -23,7 +23,7 @@ def baseline(layers: int, *, steps: int = 1) -> Schedule:
     Raises:
         ValueError: when ``layers`` or ``steps`` is below 1.
     """
-    _check(layers, steps)
+    check_count(layers=layers, steps=steps)
     tasks: list[Task] = []
     for step in range(steps):
         tasks += _forward(layers, step)
@@ -48,7 +48,7 @@ def backward_fusion(layers: int, *, steps: int = 1) -> Schedule:
     Raises:
         ValueError: when ``layers`` or ``steps`` is below 1.
     """
-    _check(layers, steps)
+    check_count(layers=layers, steps=steps)
     tasks: list[Task] = []
     for step in range(steps):
         tasks += _forward(layers, step)
@@ -73,7 +73,7 @@ def forward_fusion(layers: int, *, steps: int = 2) -> Schedule:
     Raises:
         ValueError: when ``layers`` or ``steps`` is below 1.
     """
-    _check(layers, steps)
+    check_count(layers=layers, steps=steps)
     tasks: list[Task] = []
     for step in range(steps):
         for forward in _forward(layers, step):
@@ -94,7 +94,3 @@ def _backward(layer: int, step: int) -> list[Task]:
 
 def _updates(layers: int, step: int) -> list[Task]:
     return [Task(Kind.U, layer, step=step) for layer in range(1, layers + 1)]
-
-
-def _check(layers: int, steps: int) -> None:
-    check_count(layers=layers, steps=steps)

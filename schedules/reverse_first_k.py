@@ -36,7 +36,10 @@ def reverse_first_k(layers: int, k: int, *, steps: int = 1, without_weights: Col
     Raises:
         ValueError: when a number is out of its range.
     """
-    _check(layers, k, steps)
+    check_count(layers=layers, steps=steps)
+    check_count(0, f" (nothing deferred), to {layers}", k=k)
+    if k > layers:
+        raise ValueError(f"k={k}: give 0 (nothing deferred) to {layers}, the number of layers")
     tasks: list[Task] = []
     for step in range(steps):
         weighted = [layer not in without_weights for layer in range(layers + 1)]
@@ -162,13 +165,6 @@ def largest_k(
 
 def _weight_gradient(layer: int, step: int) -> list[Task]:
     return [Task(Kind.W, layer, step=step), Task(Kind.S, layer, step=step)]
-
-
-def _check(layers: int, k: int, steps: int) -> None:
-    check_count(layers=layers, steps=steps)
-    check_count(0, f" (nothing deferred), to {layers}", k=k)
-    if k > layers:
-        raise ValueError(f"k={k}: give 0 (nothing deferred) to {layers}, the number of layers")
 
 
 _FIRST_PASS = 10

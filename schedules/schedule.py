@@ -140,6 +140,10 @@ class Lane:
         words = " ".join(map(str, self.tasks))
         return f"{self.name}: {words}".rstrip() if self.name else words
 
+    def marked(self, position: int) -> str:
+        """The lane as one line and, under it, carets below the task at ``position``."""
+        return mark([str(task) for task in self.tasks], position, prefix=f"{self.name}: " if self.name else "")
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -256,9 +260,6 @@ def _read(words: list[str], *, prefix: str) -> list[Task]:
     return tasks
 
 
-_LAYERED = (Kind.F, Kind.O, Kind.W)
-
-
 def dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]:
     """Return what each task needs to have finished before it starts.
 
@@ -289,7 +290,7 @@ class _Rules:
     def __init__(self, tasks: list[Task]) -> None:
         self._at: dict[tuple[Kind, int, int], list[Task]] = defaultdict(list)
         self._kinds: set[tuple[Kind, int]] = set()
-        layers = [task.layer for task in tasks if task.kind in _LAYERED]
+        layers = [task.layer for task in tasks if task.kind in (Kind.F, Kind.O, Kind.W)]
         self._first_layer, self._last_layer = min(layers, default=1), max(layers, default=1)
         for task in tasks:
             self._at[task.kind, task.layer, task.step].append(task)
@@ -394,7 +395,7 @@ class _Run:
         for index, lane in enumerate(self._lanes):
             for position, task in enumerate(lane.tasks):
                 if task in self._lane_of:
-                    raise ScheduleError(f"{task} is there twice: leave one out\n{_mark(lane, position)}")
+                    raise ScheduleError(f"{task} is there twice: leave one out\n{lane.marked(position)}")
                 self._lane_of[task] = index
         self._needs = {task: tuple(needs.get(task, ())) for task in schedule}
         self._next = [0] * len(self._lanes)
@@ -435,7 +436,7 @@ class _Run:
             assert head is not None
             need = self._open_need(head)
             assert need is not None
-            here = _mark(self._lanes[index], self._next[index])
+            here = self._lanes[index].marked(self._next[index])
             if need not in self._lane_of:
                 raise ScheduleError(f"{head} needs {need}, which is missing\n{here}")
             if self._lane_of[need] == index:
@@ -446,9 +447,5 @@ class _Run:
             behind = "" if blocker == need else f", which lane {self._lanes[index].name} runs after {blocker}"
             waits.append(f"{head} needs {need}{behind}")
         start = visited.index(index)
-        where = _mark(self._lanes[index], self._next[index])
+        where = self._lanes[index].marked(self._next[index])
         raise ScheduleError(f"lanes wait for each other in a circle: {'; '.join(waits[start:])}\n{where}")
-
-
-def _mark(lane: Lane, position: int) -> str:
-    return mark([str(task) for task in lane.tasks], position, prefix=f"{lane.name}: " if lane.name else "")

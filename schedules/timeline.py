@@ -305,12 +305,7 @@ def _line(boxes: list[Span], begin_ms: float, scale: float) -> str:
         if end > MOST_CHARACTERS:
             raise ValueError(f"characters_per_ms={scale}: {box.lane!r} would be {end} characters long; give less")
         if start > len(line):
-            line = _closed(line, start)
+            line += ("|" if line else " ") + "." * (start - len(line) - 1)  # a wait
         line = f"{line:{start}}"[:start] + f"|{box.name}"[: end - start].ljust(end - start)
         free_ms = box.end_ms
     return f"{line}|" if line else line
-
-
-def _closed(line: str, start: int) -> str:
-    """The line with a wait up to `start`."""
-    return line + ("|" if line else " ") + "." * (start - len(line) - 1)

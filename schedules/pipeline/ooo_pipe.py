@@ -117,7 +117,6 @@ def fast_forwarded(
     )[0]
 
 
-_FORWARD_FIRST = (Kind.F, Kind.O, Kind.W)
 _LIMITS = 8
 """How many limits of micro-batches in flight are tried where a cap binds."""
 
@@ -176,7 +175,7 @@ def _rules(ranks: int, micro_batches: int, hop_ms: float, *, capped: bool) -> It
     span = range(ranks if most > ranks else max(1, most // 2), most + 1)
     for limit in span[:: max(1, -(-len(span) // _LIMITS))]:
         yield Rule(GREEDY.order, in_flight=limit)
-        yield Rule(_FORWARD_FIRST, in_flight=limit)
+        yield Rule(FLUSH.order, in_flight=limit)
 
 
 def joined_gradients(schedule: Schedule, placement: Placement, costs: StageCosts, *, hops: Hops = 0.0) -> Schedule:
@@ -225,11 +224,6 @@ def joined_gradients(schedule: Schedule, placement: Placement, costs: StageCosts
     return schedule if longer else joined  # messages that share a link may be in each other's way
 
 
-def link_name(rank: int) -> str:
-    """The lane of a rank's synchronisation."""
-    return f"sync{rank}"
-
-
 def synchronised(schedule: Schedule, placement: Placement, *, k: int = 0) -> Schedule:
     """Put an S for every stage on a lane beside its rank, and the first k stages' W in reverse.
 
@@ -262,5 +256,5 @@ def synchronised(schedule: Schedule, placement: Placement, *, k: int = 0) -> Sch
         ordered = kept + sorted(deferred, key=lambda task: task.layer)
         last = {task.layer: position for position, task in enumerate(ordered) if task.kind is Kind.W}
         lanes[lane_name(rank)] = ordered
-        links[link_name(rank)] = [Task(Kind.S, stage) for stage in sorted(last, key=last.__getitem__)]
+        links[f"sync{rank}"] = [Task(Kind.S, stage) for stage in sorted(last, key=last.__getitem__)]
     return Schedule.from_lanes({**lanes, **links})

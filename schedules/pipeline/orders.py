@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from retime.schedules.errors import check_count
 from retime.schedules.pipeline.placement import (
     Chunks,
     Placement,
-    check_micro_batches,
     rank_schedule,
     require_one_chunk,
     require_turns,
@@ -42,7 +42,7 @@ def gpipe(placement: Placement, micro_batches: int, *, first_output_gradient: bo
     Raises:
         ValueError: when the placement is no :func:`block` or a number is out of its range.
     """
-    check_micro_batches(micro_batches)
+    check_count(micro_batches=micro_batches)
     return _all_forward_all_backward(placement, list(range(micro_batches)), first_output_gradient)
 
 
@@ -126,7 +126,7 @@ def weight_stashing(placement: Placement, micro_batches: int, costs: StageCosts,
     Raises:
         ValueError: when the placement is no :func:`block` or a number is out of its range.
     """
-    check_micro_batches(micro_batches)
+    check_count(micro_batches=micro_batches)
 
     def run(batches: int) -> PipelineTimeline:
         order = one_forward_one_backward(placement, batches, first_output_gradient=True)
@@ -200,7 +200,7 @@ def _in_turn(
         ahead_per_rank: how many forward passes a rank has begun more than the rank behind it when the backward starts.
         split: put off W, rank r by r passes.
     """
-    check_micro_batches(micro_batches)
+    check_count(micro_batches=micro_batches)
     write = Chunks(placement.chunks, first_output_gradient)
     ranks, chunks = placement.ranks, len(placement.chunks[0])
     per_round = micro_batches // max(1, micro_batches // ranks) if chunks > 1 else 1
@@ -237,7 +237,7 @@ def _passes(chunks: int, micro_batches: int, per_round: int) -> Iterator[tuple[i
 
 
 def _require_rounds(placement: Placement, micro_batches: int, schedule: str) -> None:
-    check_micro_batches(micro_batches)
+    check_count(micro_batches=micro_batches)
     chunks = len(placement.chunks[0])
     require_turns(
         placement,
@@ -271,7 +271,7 @@ def zbv(placement: Placement, micro_batches: int, *, first_output_gradient: bool
     Raises:
         ValueError: when the placement is no V or a number is out of its range.
     """
-    check_micro_batches(micro_batches)
+    check_count(micro_batches=micro_batches)
     ranks = placement.ranks
     if ranks == 1:
         raise ValueError("ZBV needs at least 2 ranks: on one rank there is no pipeline to fill")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise, product
 
-from retime.schedules.errors import check_count
 from retime.schedules.schedule import Kind, Schedule, Task
 
 
@@ -267,11 +266,6 @@ class Chunks:
             if stage >= self._lowest_o:
                 tasks.append(Task(Kind.O, stage, micro_batch))
         return tasks
-
-
-def check_micro_batches(micro_batches: int) -> None:
-    """Raise an error for less than one micro-batch."""
-    check_count(micro_batches=micro_batches)
 
 
 def require_one_chunk(placement: Placement, schedule: str) -> None:

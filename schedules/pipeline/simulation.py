@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from retime.schedules.errors import ScheduleError, mark
+from retime.schedules.errors import ScheduleError
 from retime.schedules.pipeline.placement import Placement, lane_name
-from retime.schedules.schedule import Kind, Lane, Schedule, Task, dependencies, execution_order, validate
+from retime.schedules.schedule import Kind, Lane, Schedule, Task, execution_order, validate
 from retime.schedules.simulate import Timeline, simulate
 
 
@@ -60,10 +60,6 @@ class StageCosts:
     def total_ms(self) -> tuple[float, ...]:
         """F, O and W together, by stage: what :func:`block` balances."""
         return tuple(map(sum, zip(self.forward_ms, self.output_gradient_ms, self.weight_gradient_ms, strict=True)))
-
-    def time_ms(self, task: Task) -> float:
-        """Time of an F, O or W."""
-        return self.by_kind(task.kind)[task.layer - 1]
 
     def by_kind(self, kind: Kind) -> tuple[float, ...]:
         """Times of a kind, by stage."""
@@ -165,31 +161,28 @@ def simulate_pipeline(
     """
     check_stages(costs, placement)
     table = hop_table(hops, placement.ranks)
-    order = execution_order(schedule, dependencies(schedule))
+    order = execution_order(schedule)
 
     def cost_ms(task: Task) -> float:
         if task.kind is Kind.S:
             return synchronisation_ms(task) if synchronisation_ms else 0.0
-        return costs.time_ms(task)
+        return costs.by_kind(task.kind)[task.layer - 1]
 
     delays = _delays(schedule, order, placement, table, cost_ms)
-    timeline = simulate(
-        schedule, cost_ms, needs=order, delay_ms=lambda need, task: delays.get((need, task), 0.0) if delays else 0.0
-    )
+    timeline = simulate(schedule, cost_ms, needs=order, delay_ms=lambda need, task: delays.get((need, task), 0.0))
     lanes = {lane.name: lane for lane in schedule.lanes}
     names = [lane_name(rank) for rank in range(placement.ranks)]
     idle_ms = tuple(timeline.idle_ms[name] for name in names)
-    sizes = [peak_alive(lanes[name], costs.activation_bytes) for name in names]
     return PipelineTimeline(
         timeline=timeline,
         idle_ms=idle_ms,
         bubble_share=tuple(idle / timeline.makespan_ms if timeline.makespan_ms else 0.0 for idle in idle_ms),
-        peak_activations=tuple(int(peak_alive(lanes[name], (1,) * costs.stages)) for name in names),
-        peak_bytes=tuple(sizes),
+        peak_activations=tuple(int(_peak_alive(lanes[name], (1,) * costs.stages)) for name in names),
+        peak_bytes=tuple(_peak_alive(lanes[name], costs.activation_bytes) for name in names),
     )
 
 
-def peak_alive(lane: Lane, sizes: tuple[float, ...]) -> float:
+def _peak_alive(lane: Lane, sizes: tuple[float, ...]) -> float:
     """The most alive at once on a lane: a stage's size comes with its F and goes with its W.
 
     Both run on the lane one after another, so this does not depend on times.
@@ -281,8 +274,7 @@ def validate_pipeline(schedule: Schedule, placement: Placement, micro_batches: i
         for position, task in enumerate(lane.tasks):
             mistake = _mistake(task, names.get(lane.name), placement, batches)
             if mistake:
-                where = mark([str(one) for one in lane.tasks], position, prefix=f"{lane.name}: ")
-                raise ScheduleError(f"{task} {mistake}\n{where}")
+                raise ScheduleError(f"{task} {mistake}\n{lane.marked(position)}")
     for task in _expected(schedule, placement, batches):
         if task not in schedule:
             rank = lane_name(placement.rank_of[task.layer - 1])
@@ -303,8 +295,13 @@ def _mistake(task: Task, rank: int | None, placement: Placement, batches: list[i
     return None if rank == home else f"is of stage {task.layer}, which the placement gives to {lane_name(home)}"
 
 
+def lists_first_output_gradient(schedule: Schedule) -> bool:
+    """Whether the first stage has its O, the gradient of the batch."""
+    return any(task.kind is Kind.O and task.layer == 1 for task in schedule)
+
+
 def _expected(schedule: Schedule, placement: Placement, batches: list[int] | list[None]) -> list[Task]:
-    lists_o1 = any(task.kind is Kind.O and task.layer == 1 for task in schedule)
+    lists_o1 = lists_first_output_gradient(schedule)
     return [
         Task(kind, stage, batch)
         for stage in range(1, placement.stages + 1)
