@@ -92,23 +92,7 @@ def simulate(
         start_ms[task] = max(free_ms[lane], *arrivals, 0.0)
         end_ms[task] = free_ms[lane] = start_ms[task] + cost_ms
         busy_ms[lane] += cost_ms
-    makespan_ms = max(end_ms.values(), default=0.0)
-    usage: Usage = memory_usage(buffers, start_ms, end_ms, makespan_ms)
-    return Timeline(
-        spans=tuple(
-            Span(str(task), lane_of[task], start_ms[task], end_ms[task] - start_ms[task], task.kind.words)
-            for task in schedule
-        ),
-        start_ms=start_ms,
-        end_ms=end_ms,
-        makespan_ms=makespan_ms,
-        busy_ms=busy_ms,
-        idle_ms={lane: max(0.0, makespan_ms - busy) for lane, busy in busy_ms.items()},
-        peak_bytes=usage.peak_bytes,
-        peak_ms=usage.peak_ms,
-        peak_buffers=usage.peak_buffers,
-        memory=usage.curve,
-    )
+    return timeline_of(schedule, start_ms, end_ms, busy_ms, buffers)
 
 
 def _cost(costs: Costs, task: Task) -> float:
@@ -161,23 +145,6 @@ class Buffer:
             raise ScheduleError(f"buffer {self.name!r} has size_bytes={self.size_bytes}: give 0 or more bytes")
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Memory alive over time.
-
-    Args:
-        peak_bytes: the most alive at once.
-        peak_ms: when that is first the case.
-        peak_buffers: the names of the buffers alive then.
-        curve: (milliseconds, bytes alive) at each moment at which something is made or freed.
-    """
-
-    peak_bytes: int
-    peak_ms: float
-    peak_buffers: tuple[str, ...]
-    curve: tuple[tuple[float, int], ...]
-
-
 def step_buffers(
     tasks: Iterable[Task],
     *,
@@ -207,12 +174,12 @@ def step_buffers(
     step = _Step(tuple(tasks))
     buffers: list[Buffer] = []
     for tensor in step.tensors():
-        size_bytes = _size(activation_bytes, tensor.layer)
+        size_bytes = size_of(activation_bytes, tensor.layer)
         buffers += step.activations(tensor, size_bytes)
     for task in step.tasks:
         if task.kind is Kind.O:
             readers = step.pick(task, (Kind.O, task.layer - 1), (Kind.W, task.layer - 1))
-            size_bytes = _size(output_gradient_bytes, task.layer)
+            size_bytes = size_of(output_gradient_bytes, task.layer)
             buffers.append(Buffer(f"dY{_marks(task)}", size_bytes, (task,), readers or (task,)))
     by_layer: dict[tuple[Kind, int, int], tuple[Task, ...]] = defaultdict(tuple)
     for task in step.tasks:
@@ -221,7 +188,7 @@ def step_buffers(
         if kind is Kind.W:
             name = f"dW{_marks(Task(Kind.W, layer, None, number))}"
             updates = by_layer[Kind.U, layer, number]
-            buffers.append(Buffer(name, _size(weight_gradient_bytes, layer), writers, updates))
+            buffers.append(Buffer(name, size_of(weight_gradient_bytes, layer), writers, updates))
     return [buffer for buffer in buffers if buffer.size_bytes]
 
 
@@ -268,21 +235,51 @@ class _Step:
         return stays
 
 
-def memory_usage(
-    buffers: Iterable[Buffer], start_ms: Mapping[Task, float], end_ms: Mapping[Task, float], makespan_ms: float
-) -> Usage:
-    """Add up buffers over a timeline.
-
-    Where one buffer ends at the moment at which another starts, the first is gone: a stream allocates in order.
+def timeline_of(
+    schedule: Schedule,
+    start_ms: Mapping[Task, float],
+    end_ms: Mapping[Task, float],
+    busy_ms: Mapping[str, float],
+    buffers: Iterable[Buffer],
+) -> Timeline:
+    """Put together when the tasks of ``schedule`` ran, what waited, and how much memory was alive.
 
     Args:
-        buffers: see :class:`Buffer`.
+        schedule: what ran.
         start_ms: when each task starts.
         end_ms: when each task ends.
-        makespan_ms: when the last one ends.
+        busy_ms: per lane, the time in which it works.
+        buffers: see :class:`Buffer`.
 
     Raises:
         ScheduleError: when a buffer names a task that is not on the timeline.
+    """
+    makespan_ms = max(end_ms.values(), default=0.0)
+    curve, peak_ms, peak_bytes, peak_buffers = _memory(buffers, start_ms, end_ms, makespan_ms)
+    return Timeline(
+        spans=tuple(
+            Span(str(task), lane.name or DEFAULT_LANE, start_ms[task], end_ms[task] - start_ms[task], task.kind.words)
+            for lane in schedule.lanes
+            for task in lane.tasks
+        ),
+        start_ms=start_ms,
+        end_ms=end_ms,
+        makespan_ms=makespan_ms,
+        busy_ms=busy_ms,
+        idle_ms={lane: max(0.0, makespan_ms - busy) for lane, busy in busy_ms.items()},
+        peak_bytes=peak_bytes,
+        peak_ms=peak_ms,
+        peak_buffers=peak_buffers,
+        memory=tuple(curve),
+    )
+
+
+def _memory(
+    buffers: Iterable[Buffer], start_ms: Mapping[Task, float], end_ms: Mapping[Task, float], makespan_ms: float
+) -> tuple[list[tuple[float, int]], float, int, tuple[str, ...]]:
+    """Add up buffers: (milliseconds, bytes alive from then on); when most are alive, how many bytes, and which.
+
+    Where one buffer ends at the moment at which another starts, the first is gone: a stream allocates in order.
     """
     lives: list[tuple[float, float, Buffer]] = []
     for buffer in buffers:
@@ -312,14 +309,15 @@ def memory_usage(
     peak_buffers = tuple(
         buffer.name for born, dead, buffer in lives if born <= peak_ms and (peak_ms < dead or born == dead == peak_ms)
     )
-    return Usage(peak_bytes, peak_ms, peak_buffers, tuple(curve))
+    return curve, peak_ms, peak_bytes, peak_buffers
 
 
 def _once(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
     return tuple(dict.fromkeys(tasks))
 
 
-def _size(sizes: Sizes, number: int) -> int:
+def size_of(sizes: Sizes, number: int) -> int:
+    """Bytes of the layer or tensor with this number."""
     return sizes if isinstance(sizes, int) else sizes.get(number, 0)
 
 
