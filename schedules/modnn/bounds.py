@@ -243,9 +243,7 @@ def ideal_peak_bytes(graph: TaskGraph, samples: int, *, workspace: str = "fastes
 
 def alive_bytes(sized: SizedGraph, workspace: str = "fastest") -> list[int]:
     """Live bytes by task, when nothing leaves the device, beside what stays there throughout."""
-    freed = [0] * len(sized.tasks)
-    for block, task in _last_use(sized).items():
-        freed[task] += sized.sizes[block]
+    freed = [sum(sized.sizes[block] for block, later in uses.items() if later == NEVER) for uses in sized.next_use]
     alive = sum(sized.sizes[block] for block in sized.first_use)
     curve = []
     for task, made in enumerate(sized.makes):
@@ -276,7 +274,8 @@ def require_floor(graph: TaskGraph, samples: int, budget_bytes: int, *, splittin
     if floor.bytes <= budget_bytes:
         return floor
     raise BudgetError(
-        f"a budget of {budget_bytes} bytes cannot hold one step with {_samples(samples)} at a time",
+        f"a budget of {budget_bytes} bytes cannot hold one step with {samples} sample{'s' if samples > 1 else ''} at a "
+        "time",
         floor_bytes=floor.bytes,
         task=floor.task,
         layer=floor.layer,
@@ -315,17 +314,6 @@ def _workspace_bytes(sized: SizedGraph, task: int, workspace: str) -> int:
     if workspace == "least":
         return min(option.workspace_bytes for option in options)
     return min(options, key=lambda option: (option.ms, option.workspace_bytes)).workspace_bytes
-
-
-def _last_use(sized: SizedGraph) -> dict[int, int]:
-    last: dict[int, int] = {}
-    for task, blocks in enumerate(sized.next_use):
-        last.update(dict.fromkeys(blocks, task))
-    return last
-
-
-def _samples(count: int) -> str:
-    return f"{count} sample{'s' if count > 1 else ''}"
 
 
 ALPHA = 0.15

@@ -104,15 +104,6 @@ class OffloadSchedule:
         return sum(copy.bytes for copy in self.copies if copy.direction in wanted)
 
     @property
-    def offloaded_bytes(self) -> int:
-        return self.moved_bytes(Direction.OFFLOAD)
-
-    @property
-    def prefetched_bytes(self) -> int:
-        """Fetched again; the first copy of an input is not counted, see :class:`Direction`."""
-        return self.moved_bytes(Direction.PREFETCH)
-
-    @property
     def offloaded(self) -> tuple[str, ...]:
         """The blocks that leave the device and come back, once each, in the order in which they first leave."""
         names = (copy.block for copy in self.copies if copy.direction is Direction.OFFLOAD)
@@ -192,15 +183,20 @@ class Device:
         The copy starts as soon as the block was complete and the stream has a gap, which may lie before ``now_ms``.
         A block that the host holds is only freed.
         """
-        self._copy_out(block, self.ready_ms[block])
-        gone_ms = max(now_ms, self.host_ms[block])
+        gone_ms = max(now_ms, self.copy_out(block))
         self._leave(block, gone_ms)
         self._wait_for_use(block)
         return gone_ms
 
-    def copy_out(self, block: int, earliest_ms: float) -> float:
-        """Copy a block to the host and keep it on the device; returns the end of the copy."""
-        self._copy_out(block, max(earliest_ms, self.ready_ms[block]))
+    def copy_out(self, block: int, earliest_ms: float = 0.0) -> float:
+        """Copy a block to the host, which may hold it, and keep it on the device; returns the end of the copy."""
+        if not self.on_host[block]:
+            duration_ms = self.copy_ms[block]
+            start_ms = self.lane.book(max(earliest_ms, self.ready_ms[block]), duration_ms)
+            name, size = self.sized.names[block], self.sized.sizes[block]
+            self.copies.append(Copy(name, Direction.OFFLOAD, start_ms, start_ms + duration_ms, size))
+            self.on_host[block] = True
+            self.host_ms[block] = start_ms + duration_ms
         return self.host_ms[block]
 
     def offload_all(self, now_ms: float) -> float:
@@ -215,7 +211,9 @@ class Device:
             self.segment[block] = None
             if block not in placed and self.on_host[block]:  # memory that was claimed for a copy in
                 self._wait_for_use(block)
-        self._extend_placements(placed, empty_ms)
+        for place in range(len(self.placements) - len(placed), len(self.placements)):
+            placement = self.placements[place]
+            self.placements[place] = replace(placement, end_ms=max(placement.end_ms, empty_ms))
         self._vacating.clear()
         self.pool.clear()
         return empty_ms
@@ -278,16 +276,6 @@ class Device:
         insort(self._away, (self.next_use[block], block))
         self._deadline_ms = None
 
-    def _copy_out(self, block: int, earliest_ms: float) -> None:
-        if self.on_host[block]:
-            return
-        duration_ms = self.copy_ms[block]
-        start_ms = self.lane.book(earliest_ms, duration_ms)
-        name, size = self.sized.names[block], self.sized.sizes[block]
-        self.copies.append(Copy(name, Direction.OFFLOAD, start_ms, start_ms + duration_ms, size))
-        self.on_host[block] = True
-        self.host_ms[block] = start_ms + duration_ms
-
     def _leave(self, block: int, gone_ms: float) -> None:
         segment = self.segment[block]
         assert segment is not None
@@ -299,14 +287,6 @@ class Device:
         self.pool.free(segment)
         self.segment[block] = None
         self.unused.pop(block, None)
-
-    def _extend_placements(self, placed: list[int], empty_ms: float) -> None:
-        count = len(placed)
-        self.placements[-count:] = (
-            [replace(placement, end_ms=max(placement.end_ms, empty_ms)) for placement in self.placements[-count:]]
-            if count
-            else []
-        )
 
 
 class RunLog:

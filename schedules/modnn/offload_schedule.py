@@ -111,7 +111,9 @@ class _Scheduler:
         missing = [block for block in sized.needs[task] if device.segment[block] is None]
         room_ms: dict[int, float] = {}
         for block in (*missing, *sized.makes[task]):
-            claimed_ms = self._claim(block, task)
+            claimed_ms = allocate(
+                device, block, self.now_ms, needed_until=task, spare_unused=self.techniques.spare_unused
+            )
             if claimed_ms is None:
                 self._defragment(task)
                 return
@@ -121,21 +123,6 @@ class _Scheduler:
             device.fetch(block, max(self.now_ms, room_ms[block]))
         arrivals_ms = [device.ready_ms[block] for block in sized.needs[task]]
         self.now_ms = max([self.now_ms, *arrivals_ms, *room_ms.values()])
-
-    def _claim(self, block: int, task: int) -> float | None:
-        """Memory for a block that ``task`` uses; returns from when on, or ``None`` when there is no scheme."""
-        room_ms = self.device.allocate(block, self.now_ms)
-        if room_ms is None and self._make_room(self.sized.sizes[block], task):
-            room_ms = self.device.allocate(block, self.now_ms)
-        return room_ms
-
-    def _make_room(self, size: int, task: int) -> bool:
-        scheme = find_scheme(self.device, size, self.now_ms, needed_until=task)
-        if scheme is None and not self.techniques.spare_unused:
-            scheme = find_scheme(self.device, size, self.now_ms, needed_until=task, unused_too=True)
-        for block in scheme.blocks if scheme else ():
-            self.device.offload(block, self.now_ms)
-        return scheme is not None
 
     def _defragment(self, task: int) -> None:
         """Offload everything, then load what ``task`` needs: the working set then lies in one piece."""
@@ -191,17 +178,35 @@ class Scheme:
 
     Args:
         blocks: by address.
-        ready_ms: when the memory is free.
-        delay_ms: how much later than asked for.
+        delay_ms: how much later than asked for their memory is free.
     """
 
     blocks: tuple[int, ...]
-    ready_ms: float
     delay_ms: float
 
 
+def allocate(
+    device: Device, block: int, now_ms: float, *, needed_until: int, spare_unused: bool = True
+) -> float | None:
+    """Reserve memory for a block, for which others leave where it is full; the arguments are :func:`find_scheme`'s.
+
+    Returns:
+        From when on it may be written; ``None`` when there is no scheme.
+    """
+    room_ms = device.allocate(block, now_ms)
+    if room_ms is None:
+        size = device.sized.sizes[block]
+        scheme = find_scheme(device, size, now_ms, needed_until=needed_until, spare_unused=spare_unused)
+        if scheme is None:
+            return None
+        for leaving in scheme.blocks:
+            device.offload(leaving, now_ms)
+        room_ms = device.allocate(block, now_ms)
+    return room_ms
+
+
 def find_scheme(
-    device: Device, size: int, now_ms: float, *, needed_until: int, unused_too: bool = False
+    device: Device, size: int, now_ms: float, *, needed_until: int, spare_unused: bool = True
 ) -> Scheme | None:
     """The offloading scheme of least delay.
 
@@ -211,12 +216,19 @@ def find_scheme(
     Args:
         size: bytes wanted in one piece.
         needed_until: blocks used again by this task or an earlier one stay: criterion 2, Figure 5.
-        unused_too: drop criterion 1, by which a block stays that no task has used since it was made or fetched. Blocks
-            still on their way stay in any case.
+        spare_unused: keep to criterion 1, by which a block stays that no task has used since it was made or fetched.
+            Otherwise these leave, too, where there is no scheme without them; blocks still on their way never do.
 
     Returns:
         ``None`` when no run of blocks that may leave is large enough.
     """
+    scheme = _least_delay(device, size, now_ms, needed_until, unused_too=False)
+    if scheme is None and not spare_unused:
+        scheme = _least_delay(device, size, now_ms, needed_until, unused_too=True)
+    return scheme
+
+
+def _least_delay(device: Device, size: int, now_ms: float, needed_until: int, *, unused_too: bool) -> Scheme | None:
     unused, next_use, ready_ms = device.unused, device.next_use, device.ready_ms
 
     def movable(block: int) -> bool:
@@ -254,7 +266,7 @@ def find_scheme(
         return None
     first, stop, gone_ms = chosen
     blocks = tuple(segment.owner for segment in segments[first:stop] if segment.owner is not None)
-    return Scheme(blocks, gone_ms, gone_ms - now_ms)
+    return Scheme(blocks, gone_ms - now_ms)
 
 
 def _copy_ms(device: Device, segment: Segment) -> float:
@@ -307,11 +319,7 @@ def choose_algorithm(
     how, options = techniques.algorithms, device.sized.algorithms[task]
     if how == "baseline" and not any_will_do:
         options = options[:1]
-    choices = []
-    for option in options:
-        choice = _consider(device, task, now_ms, option, techniques)
-        if choice:
-            choices.append(choice)
+    choices = [choice for option in options if (choice := _consider(device, task, now_ms, option, techniques))]
     if how == "baseline":
         return choices[0] if choices else None
     if how == "fastest":
@@ -330,9 +338,7 @@ def _consider(
     if segment:
         offload_ms = device.vacated_ms(segment.offset, segment.offset + size, now_ms) - now_ms
     else:
-        scheme = find_scheme(device, size, now_ms, needed_until=task)
-        if scheme is None and not techniques.spare_unused:
-            scheme = find_scheme(device, size, now_ms, needed_until=task, unused_too=True)
+        scheme = find_scheme(device, size, now_ms, needed_until=task, spare_unused=techniques.spare_unused)
         if scheme is None:
             return None
         offload_ms = scheme.delay_ms
@@ -345,11 +351,13 @@ def _delayed_prefetch_ms(
 ) -> float:
     """T_pre of Eq. 10: the transfers for the nearest task that needs some and for which the workspace takes the room.
 
-    They wait until this task ends, so they cannot be held up for longer than it runs.
+    Only those count that are due before ``task`` runs. They wait until it ends, so they cannot be held up for longer
+    than it runs.
     """
-    blocks = wanted_now(device, task, now_ms + option.ms, techniques)
-    if not blocks:
+    later = device.next_fetch()
+    if later is None or not is_due(device, task, now_ms + option.ms, techniques):
         return 0.0
+    blocks = _missing(device, later)
     sizes = [device.sized.sizes[block] for block in blocks]
     without = device.pool.would_fit(sizes)
     # A workspace that first needs others to leave finds the memory full: nothing fits beside it.
@@ -372,16 +380,9 @@ def prefetch(device: Device, task: int, now_ms: float, end_ms: float, techniques
         if not is_useful(device, task, later, blocks, spare_unused=techniques.spare_unused):
             return
         for block in blocks:
-            room_ms = device.allocate(block, now_ms)
+            room_ms = allocate(device, block, now_ms, needed_until=later)  # what tasks before `later` use stays
             if room_ms is None:
-                # What a task before `later` uses must not leave for it, hence its number here.
-                scheme = find_scheme(device, device.sized.sizes[block], now_ms, needed_until=later)
-                if scheme is None:
-                    return
-                for leaving in scheme.blocks:
-                    device.offload(leaving, now_ms)
-                room_ms = device.allocate(block, now_ms)
-                assert room_ms is not None
+                return
             device.fetch(block, room_ms)
 
 
@@ -426,14 +427,6 @@ def is_useful(device: Device, task: int, later: int, blocks: list[int], *, spare
         for block in sized.makes[between] if spare_unused else ():
             pinned += pin(block, sized.next_use[between][block])
     return True
-
-
-def wanted_now(device: Device, task: int, end_ms: float, techniques: Techniques) -> list[int]:
-    """The blocks of the nearest later task that lacks some, if their prefetch is due before ``task`` runs."""
-    later = device.next_fetch()
-    if later is None or not is_due(device, task, end_ms, techniques):
-        return []
-    return _missing(device, later)
 
 
 def _missing(device: Device, task: int) -> list[int]:

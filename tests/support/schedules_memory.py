@@ -10,6 +10,11 @@ from retime.schedules.modnn.device import Direction
 SLACK_MS = 1e-9
 
 
+def copies(schedule):
+    """What is copied when: direction, block, start and end."""
+    return [(str(copy.direction), copy.block, copy.start_ms, copy.end_ms) for copy in schedule.copies]
+
+
 def judge(graph, schedule, *, update=True):
     """Fail unless the schedule could run: memory, values, both streams and the totals; returns the peak found."""
     tasks = [task for task in graph.tasks if update or task.phase is not Phase.UPDATE]
