@@ -218,30 +218,30 @@ class Device:
         self.pool.clear()
         return empty_ms
 
-    def made(self, block: int, start_ms: float, end_ms: float) -> None:
-        """A task wrote a block for the first time, running from ``start_ms`` to ``end_ms``."""
-        self._placed_ms[block] = start_ms
-        self._seen.add(block)
-        self.ready_ms[block] = end_ms
-        self.unused[block] = False
+    def write(self, task: int, start_ms: float, end_ms: float) -> None:
+        """A task runs from ``start_ms`` to ``end_ms``: it makes blocks and uses others, some of which it rewrites."""
+        for block in self.sized.makes[task]:
+            self._placed_ms[block] = start_ms
+            self._seen.add(block)
+            self.ready_ms[block] = end_ms
+            self.unused[block] = False
+        for block in self.sized.needs[task]:
+            self.unused.pop(block, None)
+        for block in self.sized.rewrites[task]:
+            self.on_host[block] = False  # what the host holds is out of date
+            self.ready_ms[block] = end_ms
 
-    def rewritten(self, block: int, end_ms: float) -> None:
-        """A task changed a block: what the host holds is out of date."""
-        self.on_host[block] = False
-        self.ready_ms[block] = end_ms
-
-    def finish(self, task: int, end_ms: float) -> None:
-        """A task has run: its blocks wait for their next use, and those without one are freed."""
+    def finish(self, task: int, start_ms: float, end_ms: float, workspace: Segment | None) -> None:
+        """A task has run: its blocks wait for their next use; those without one, and its workspace, are freed."""
+        if workspace:
+            name = f"workspace of {self.sized.tasks[task].name}"
+            self.placements.append(Placement(name, workspace.offset, workspace.size, start_ms, end_ms))
+            self.pool.free(workspace)
         for block, use in self.sized.next_use[task].items():
             self.next_use[block] = use
             if use == NEVER:
                 self._leave(block, end_ms)
                 self.on_host[block] = False
-
-    def hold_workspace(self, segment: Segment, name: str, start_ms: float, end_ms: float) -> None:
-        """A task used this segment as its workspace; it is free again."""
-        self.placements.append(Placement(name, segment.offset, segment.size, start_ms, end_ms))
-        self.pool.free(segment)
 
     def is_away(self, block: int) -> bool:
         """Whether the host alone holds the block's value."""

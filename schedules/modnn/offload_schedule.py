@@ -156,18 +156,9 @@ class _Scheduler:
 
     def _execute(self, task: int, choice: Choice) -> None:
         """Lines 28-31: run the task, then free what no task uses any more."""
-        device, sized = self.device, self.sized
         start_ms, end_ms = self.now_ms, self.now_ms + choice.algorithm.ms
-        name = sized.tasks[task].name
-        for block in sized.makes[task]:
-            device.made(block, start_ms, end_ms)
-        for block in sized.needs[task]:
-            device.unused.pop(block, None)
-        for block in sized.rewrites[task]:
-            device.rewritten(block, end_ms)
-        if choice.segment:
-            device.hold_workspace(choice.segment, f"workspace of {name}", start_ms, end_ms)
-        device.finish(task, end_ms)
+        self.device.write(task, start_ms, end_ms)
+        self.device.finish(task, start_ms, end_ms, choice.segment)
         self.log.ran(task, start_ms, end_ms, choice.algorithm)
         self.now_ms = end_ms
 
