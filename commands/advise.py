@@ -56,7 +56,7 @@ from retime.foundations.measure import Spread, speedup, spread
 from retime.foundations.messages import parse_bytes
 from retime.foundations.workers import KEPT_HEAP
 from retime.schedules import Cluster, LayerCost, Link, systems
-from retime.schedules.rate import parse_rate
+from retime.schedules.network import parse_rate
 
 SUMMARY = "which methods pay for your own training step, measured"
 _ROUNDS, _SEARCH_ROUNDS = 9, 5

@@ -1,6 +1,5 @@
 """Which order: the tasks of a training step, plans as data, planners, validator, simulator.  Plain Python, no torch."""
 
-from retime.schedules.buffers import Buffer, step_buffers
 from retime.schedules.data_parallel import (
     Bucket,
     Communication,
@@ -10,10 +9,8 @@ from retime.schedules.data_parallel import (
     simulate_data_parallel,
     size_buckets,
 )
-from retime.schedules.dependencies import dependencies
 from retime.schedules.errors import ScheduleError
 from retime.schedules.fusion import backward_fusion, baseline, forward_fusion
-from retime.schedules.k_search import KSearch
 from retime.schedules.network import Cluster, Link, Transfer
 from retime.schedules.occupancy import (
     Device,
@@ -24,12 +21,10 @@ from retime.schedules.occupancy import (
     profile_regions,
     simulate_two_streams,
 )
-from retime.schedules.picture import picture
-from retime.schedules.reverse_first_k import backward_to_forward, communicate_last, largest_k, reverse_first_k
-from retime.schedules.schedule import Lane, Schedule
-from retime.schedules.simulate import Timeline, simulate
-from retime.schedules.tasks import Kind, Task
-from retime.schedules.timeline import COLOURS, Span, write_chrome_trace, write_page, write_png
+from retime.schedules.reverse_first_k import KSearch, backward_to_forward, communicate_last, largest_k, reverse_first_k
+from retime.schedules.schedule import Kind, Lane, Schedule, Task, dependencies, execution_order, validate
+from retime.schedules.simulate import Buffer, Timeline, simulate, step_buffers
+from retime.schedules.timeline import COLOURS, Span, picture, write_chrome_trace, write_page, write_png
 from retime.schedules.two_streams import (
     Profile,
     Region,
@@ -44,7 +39,6 @@ from retime.schedules.two_streams import (
     two_stream_buffers,
     validate_two_streams,
 )
-from retime.schedules.validate import execution_order, validate
 
 __all__ = [
     "Bucket",

@@ -14,7 +14,7 @@ from typing import Literal
 from retime.schedules.errors import check_count
 from retime.schedules.network import Transfer
 from retime.schedules.reverse_first_k import reverse_first_k
-from retime.schedules.tasks import Kind, Task
+from retime.schedules.schedule import Kind, Task
 from retime.schedules.timeline import Span
 
 _NOTHING_MS = 1e-9  # sums of floats that should be equal differ by less

@@ -7,8 +7,7 @@ same tasks. ``O_1``, the gradient of the batch, is left out: training does not n
 from __future__ import annotations
 
 from retime.schedules.errors import check_count
-from retime.schedules.schedule import Schedule
-from retime.schedules.tasks import Kind, Task
+from retime.schedules.schedule import Kind, Schedule, Task
 
 
 def baseline(layers: int, *, steps: int = 1) -> Schedule:
@@ -24,7 +23,7 @@ def baseline(layers: int, *, steps: int = 1) -> Schedule:
     Raises:
         ValueError: when ``layers`` or ``steps`` is below 1.
     """
-    _check(layers, steps)
+    check_count(layers=layers, steps=steps)
     tasks: list[Task] = []
     for step in range(steps):
         tasks += _forward(layers, step)
@@ -49,7 +48,7 @@ def backward_fusion(layers: int, *, steps: int = 1) -> Schedule:
     Raises:
         ValueError: when ``layers`` or ``steps`` is below 1.
     """
-    _check(layers, steps)
+    check_count(layers=layers, steps=steps)
     tasks: list[Task] = []
     for step in range(steps):
         tasks += _forward(layers, step)
@@ -74,7 +73,7 @@ def forward_fusion(layers: int, *, steps: int = 2) -> Schedule:
     Raises:
         ValueError: when ``layers`` or ``steps`` is below 1.
     """
-    _check(layers, steps)
+    check_count(layers=layers, steps=steps)
     tasks: list[Task] = []
     for step in range(steps):
         for forward in _forward(layers, step):
@@ -95,7 +94,3 @@ def _backward(layer: int, step: int) -> list[Task]:
 
 def _updates(layers: int, step: int) -> list[Task]:
     return [Task(Kind.U, layer, step=step) for layer in range(1, layers + 1)]
-
-
-def _check(layers: int, steps: int) -> None:
-    check_count(layers=layers, steps=steps)

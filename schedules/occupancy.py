@@ -25,13 +25,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from retime.schedules.buffers import Buffer, memory_usage
 from retime.schedules.errors import ScheduleError, check_count
-from retime.schedules.simulate import Timeline
-from retime.schedules.tasks import Kind, Task
-from retime.schedules.timeline import Span
+from retime.schedules.schedule import Kind, Needs, Task, execution_order
+from retime.schedules.simulate import Buffer, Timeline, timeline_of
 from retime.schedules.two_streams import MAIN, SUB, Profile, Region, TwoStreamSchedule, sub_stream_tasks
-from retime.schedules.validate import Needs, execution_order
 
 _SAME_MS = 1e-9  # sums of floats that should be equal differ by less
 
@@ -165,33 +162,16 @@ def simulate_two_streams(
     lanes = {lane.name: lane.tasks for lane in plan.schedule.lanes}
     of = {task: _kernels(kernels, task) for task in plan.schedule}
     run = _Run(lanes, plan.needs, of, device)
-    makespan_ms = max(run.end_ms.values(), default=0.0)
-    usage = memory_usage(buffers, run.start_ms, run.end_ms, makespan_ms)
     busy_ms = {lane: sum(run.end_ms[task] - run.start_ms[task] for task in tasks) for lane, tasks in lanes.items()}
-    spans = (
-        Span(str(task), lane, run.start_ms[task], run.end_ms[task] - run.start_ms[task], task.kind.words)
-        for lane, tasks in lanes.items()
-        for task in tasks
-    )
+    timeline = timeline_of(plan.schedule, run.start_ms, run.end_ms, busy_ms, buffers)
     alone_ms = {task: _alone_ms(of[task], device, lane) for lane, tasks in lanes.items() for task in tasks}
     used_ms = sum(piece.places * (piece.end_ms - piece.start_ms) for piece in run.pieces)
     return TwoStreamTimeline(
-        timeline=Timeline(
-            spans=tuple(spans),
-            start_ms=run.start_ms,
-            end_ms=run.end_ms,
-            makespan_ms=makespan_ms,
-            busy_ms=busy_ms,
-            idle_ms={lane: max(0.0, makespan_ms - busy) for lane, busy in busy_ms.items()},
-            peak_bytes=usage.peak_bytes,
-            peak_ms=usage.peak_ms,
-            peak_buffers=usage.peak_buffers,
-            memory=usage.curve,
-        ),
+        timeline=timeline,
         occupancy=tuple(_occupancy(run.pieces)),
-        idle_share=1.0 - used_ms / (device.capacity * makespan_ms) if makespan_ms else 0.0,
+        idle_share=1.0 - used_ms / (device.capacity * timeline.makespan_ms) if timeline.makespan_ms else 0.0,
         sequential_ms=sum(alone_ms.values()),
-        regions=tuple(_region_runs(plan, run, alone_ms, makespan_ms)),
+        regions=tuple(_region_runs(plan, run, alone_ms, timeline.makespan_ms)),
     )
 
 

@@ -23,13 +23,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from retime.schedules.buffers import Buffer, Sizes, step_buffers
-from retime.schedules.dependencies import dependencies
 from retime.schedules.errors import ScheduleError, check_count, mark
-from retime.schedules.schedule import Schedule
-from retime.schedules.simulate import Timeline, simulate
-from retime.schedules.tasks import Kind, Task
-from retime.schedules.validate import Needs, validate
+from retime.schedules.schedule import Kind, Needs, Schedule, Task, dependencies, validate
+from retime.schedules.simulate import Buffer, Sizes, Timeline, simulate, size_of, step_buffers
 
 MAIN, SUB = "main", "sub"
 """The names of the two lanes."""
@@ -445,9 +441,9 @@ def two_stream_buffers(
     )
     for task in tasks:
         if task.kind is Kind.O:
-            buffers.append(Buffer(f"X{task.layer}", _size(other_activation_bytes, task.layer), used_by=(task,)))
+            buffers.append(Buffer(f"X{task.layer}", size_of(other_activation_bytes, task.layer), used_by=(task,)))
         elif task.kind is Kind.F:
-            kept_bytes = _size(activation_bytes, task.layer) + _size(other_activation_bytes, task.layer)
+            kept_bytes = size_of(activation_bytes, task.layer) + size_of(other_activation_bytes, task.layer)
             buffers.append(Buffer(f"Y{task.layer}'", kept_bytes, (task,)))
     return [buffer for buffer in buffers if buffer.size_bytes]
 
@@ -494,7 +490,3 @@ def validate_two_streams(plan: TwoStreamSchedule, *, without_weights: Collection
                 f"{names[last]}"
             )
     validate(plan.schedule, plan.needs)
-
-
-def _size(sizes: Sizes, number: int) -> int:
-    return sizes if isinstance(sizes, int) else sizes.get(number, 0)

@@ -267,7 +267,7 @@ def test_a_small_file_has_several_importers():
 @pytest.mark.parametrize(
     ("folder", "source", "count"),
     [
-        ("schedules", "import json\nfrom retime.schedules.tasks import Task\nfrom . import tasks", 0),
+        ("schedules", "import json\nfrom retime.schedules.schedule import Task\nfrom . import tasks", 0),
         ("schedules", "import torch.nn", 1),
         ("schedules", "def f():\n    from torch import Tensor", 2),  # the package and, possibly, its module
         ("schedules", "from retime.mechanisms import fuse_optimizer", 2),

@@ -38,7 +38,7 @@ from retime.mechanisms.pipeline.plan import PipelinePlan, check_schedule
 from retime.mechanisms.pipeline.running import MicroBatchResult, PipelineState, RankInfo, RunningStep
 from retime.mechanisms.pipeline.stage import Span, Stage
 from retime.schedules.pipeline import lane_name
-from retime.schedules.tasks import Kind
+from retime.schedules.schedule import Kind
 from retime.schedules.timeline import Span as TimelineSpan
 
 _WORDS = {str(kind): kind.words for kind in Kind} | {"B": "both gradients"}

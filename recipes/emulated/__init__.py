@@ -11,7 +11,7 @@ from retime.recipes.emulated.network import Network, emulated_network, loopback
 from retime.recipes.emulated.ranks import RankError, run_ranks
 from retime.recipes.emulated.requirements import ClusterUnavailable, unavailable
 from retime.recipes.emulated.sleeping import SleepingLayer, sleeping_copy
-from retime.schedules.rate import parse_rate, rate_text
+from retime.schedules.network import parse_rate, rate_text
 
 __all__ = [
     "ClusterUnavailable",

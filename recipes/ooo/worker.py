@@ -21,7 +21,7 @@ from retime.recipes.emulated.sleeping import sleeping_copy
 from retime.recipes.models import parameter_count
 from retime.recipes.ooo.fits import WARMUP_STEPS, Fit, Fits, gradient_bytes
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, variant
-from retime.schedules.rate import rate_text
+from retime.schedules.network import rate_text
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

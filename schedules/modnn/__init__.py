@@ -3,15 +3,14 @@
 from retime.schedules.modnn.bounds import (
     Floor,
     all_blocks_bytes,
+    consecutive_bytes,
     ideal_peak_bytes,
     lower_bound,
     lower_bound_offloading_weights,
 )
-from retime.schedules.modnn.offload_schedule import offload_schedule
+from retime.schedules.modnn.device import COMPUTE, Copy, Direction, OffloadSchedule, Placement, Stall
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
 from retime.schedules.modnn.planner import BatchPlan, Candidate, plan_batch, plan_vdnn
-from retime.schedules.modnn.result import COMPUTE, Copy, Direction, OffloadSchedule, Placement, Stall
-from retime.schedules.modnn.sub_batch import consecutive_bytes
-from retime.schedules.modnn.techniques import Techniques
 from retime.schedules.modnn.vdnn import vdnn_schedule
 
 __all__ = [

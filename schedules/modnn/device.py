@@ -1,15 +1,114 @@
-"""The state of the device in a simulated step: which block lies where, what the host holds, what is on its way."""
+"""A simulated step: what it did, and the device while it runs: which block lies where, and what is on its way."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
-from retime.schedules.modnn.allocator import Pool, Segment
-from retime.schedules.modnn.result import Copy, Direction, Placement
-from retime.schedules.modnn.sized import NEVER, SizedGraph
-from retime.schedules.modnn.transfer_lane import TransferLane
+from retime.schedules.modnn.bounds import NEVER, SizedAlgorithm, SizedGraph
+from retime.schedules.modnn.resources import Pool, Segment, TransferLane
+from retime.schedules.timeline import Span
+
+COMPUTE, TRANSFER = "compute", "transfer"
+"""The two lanes: the paper's Strm_C and Strm_D."""
+
+
+class Direction(StrEnum):
+    """Why a block is copied."""
+
+    OFFLOAD = "offload"
+    """Device to host."""
+    PREFETCH = "prefetch"
+    """Host to device, of a block that was on the device before."""
+    INPUT = "input"
+    """Host to device, the first time: every way to train has to do it."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One transfer."""
+
+    block: str
+    direction: Direction
+    start_ms: float
+    end_ms: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A stretch of the device's memory and the time for which a block, or a task's workspace, holds it."""
+
+    name: str
+    offset: int
+    bytes: int
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A task that waited for the transfer stream."""
+
+    task: str
+    ms: float
+
+
+@dataclass(frozen=True)
+class OffloadSchedule:
+    """One round through the model: what runs, what is copied and where everything lies.
+
+    Args:
+        samples: the sub-batch size.
+        budget_bytes: what it was made for.
+        finish_ms: when the last task ends, in milliseconds from the start of the round.
+        start_ms: by task, when it starts.
+        compute_ms: the time of all tasks with the algorithms chosen; the rest of ``finish_ms`` is waiting.
+        stalls: the tasks that waited.
+        algorithms: by task with more than one algorithm, the name of the one it runs by.
+        copies: all transfers, by start.
+        placements: what lay where, by start.
+        defragmentations: tasks before which everything was offloaded, because the free memory was in pieces.
+        resident_bytes: what stays in device memory throughout.
+        peak_bytes: with ``resident_bytes`` and the holes between blocks: never above the budget.
+        live_peak_bytes: the same without the holes.
+    """
+
+    samples: int
+    budget_bytes: int
+    finish_ms: float
+    start_ms: Mapping[str, float]
+    compute_ms: float
+    stalls: tuple[Stall, ...]
+    algorithms: Mapping[str, str]
+    copies: tuple[Copy, ...]
+    placements: tuple[Placement, ...]
+    defragmentations: tuple[str, ...]
+    resident_bytes: int
+    peak_bytes: int
+    live_peak_bytes: int
+    spans: tuple[Span, ...]
+    """Boxes for :func:`retime.schedules.write_png` and :func:`retime.schedules.write_chrome_trace`."""
+
+    @property
+    def stall_ms(self) -> float:
+        """Waiting time of all tasks together."""
+        return self.finish_ms - self.compute_ms
+
+    def moved_bytes(self, *directions: Direction) -> int:
+        """Bytes copied in these directions; all of them when none is given."""
+        wanted = directions or tuple(Direction)
+        return sum(copy.bytes for copy in self.copies if copy.direction in wanted)
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The blocks that leave the device and come back, once each, in the order in which they first leave."""
+        names = (copy.block for copy in self.copies if copy.direction is Direction.OFFLOAD)
+        return tuple(dict.fromkeys(names))
+
 
 WORKSPACE = -1
 """The owner of a task's workspace; blocks have numbers from 0."""
@@ -84,15 +183,20 @@ class Device:
         The copy starts as soon as the block was complete and the stream has a gap, which may lie before ``now_ms``.
         A block that the host holds is only freed.
         """
-        self._copy_out(block, self.ready_ms[block])
-        gone_ms = max(now_ms, self.host_ms[block])
+        gone_ms = max(now_ms, self.copy_out(block))
         self._leave(block, gone_ms)
         self._wait_for_use(block)
         return gone_ms
 
-    def copy_out(self, block: int, earliest_ms: float) -> float:
-        """Copy a block to the host and keep it on the device; returns the end of the copy."""
-        self._copy_out(block, max(earliest_ms, self.ready_ms[block]))
+    def copy_out(self, block: int, earliest_ms: float = 0.0) -> float:
+        """Copy a block to the host, which may hold it, and keep it on the device; returns the end of the copy."""
+        if not self.on_host[block]:
+            duration_ms = self.copy_ms[block]
+            start_ms = self.lane.book(max(earliest_ms, self.ready_ms[block]), duration_ms)
+            name, size = self.sized.names[block], self.sized.sizes[block]
+            self.copies.append(Copy(name, Direction.OFFLOAD, start_ms, start_ms + duration_ms, size))
+            self.on_host[block] = True
+            self.host_ms[block] = start_ms + duration_ms
         return self.host_ms[block]
 
     def offload_all(self, now_ms: float) -> float:
@@ -107,35 +211,37 @@ class Device:
             self.segment[block] = None
             if block not in placed and self.on_host[block]:  # memory that was claimed for a copy in
                 self._wait_for_use(block)
-        self._extend_placements(placed, empty_ms)
+        for place in range(len(self.placements) - len(placed), len(self.placements)):
+            placement = self.placements[place]
+            self.placements[place] = replace(placement, end_ms=max(placement.end_ms, empty_ms))
         self._vacating.clear()
         self.pool.clear()
         return empty_ms
 
-    def made(self, block: int, start_ms: float, end_ms: float) -> None:
-        """A task wrote a block for the first time, running from ``start_ms`` to ``end_ms``."""
-        self._placed_ms[block] = start_ms
-        self._seen.add(block)
-        self.ready_ms[block] = end_ms
-        self.unused[block] = False
+    def write(self, task: int, start_ms: float, end_ms: float) -> None:
+        """A task runs from ``start_ms`` to ``end_ms``: it makes blocks and uses others, some of which it rewrites."""
+        for block in self.sized.makes[task]:
+            self._placed_ms[block] = start_ms
+            self._seen.add(block)
+            self.ready_ms[block] = end_ms
+            self.unused[block] = False
+        for block in self.sized.needs[task]:
+            self.unused.pop(block, None)
+        for block in self.sized.rewrites[task]:
+            self.on_host[block] = False  # what the host holds is out of date
+            self.ready_ms[block] = end_ms
 
-    def rewritten(self, block: int, end_ms: float) -> None:
-        """A task changed a block: what the host holds is out of date."""
-        self.on_host[block] = False
-        self.ready_ms[block] = end_ms
-
-    def finish(self, task: int, end_ms: float) -> None:
-        """A task has run: its blocks wait for their next use, and those without one are freed."""
+    def finish(self, task: int, start_ms: float, end_ms: float, workspace: Segment | None) -> None:
+        """A task has run: its blocks wait for their next use; those without one, and its workspace, are freed."""
+        if workspace:
+            name = f"workspace of {self.sized.tasks[task].name}"
+            self.placements.append(Placement(name, workspace.offset, workspace.size, start_ms, end_ms))
+            self.pool.free(workspace)
         for block, use in self.sized.next_use[task].items():
             self.next_use[block] = use
             if use == NEVER:
                 self._leave(block, end_ms)
                 self.on_host[block] = False
-
-    def hold_workspace(self, segment: Segment, name: str, start_ms: float, end_ms: float) -> None:
-        """A task used this segment as its workspace; it is free again."""
-        self.placements.append(Placement(name, segment.offset, segment.size, start_ms, end_ms))
-        self.pool.free(segment)
 
     def is_away(self, block: int) -> bool:
         """Whether the host alone holds the block's value."""
@@ -170,16 +276,6 @@ class Device:
         insort(self._away, (self.next_use[block], block))
         self._deadline_ms = None
 
-    def _copy_out(self, block: int, earliest_ms: float) -> None:
-        if self.on_host[block]:
-            return
-        duration_ms = self.copy_ms[block]
-        start_ms = self.lane.book(earliest_ms, duration_ms)
-        name, size = self.sized.names[block], self.sized.sizes[block]
-        self.copies.append(Copy(name, Direction.OFFLOAD, start_ms, start_ms + duration_ms, size))
-        self.on_host[block] = True
-        self.host_ms[block] = start_ms + duration_ms
-
     def _leave(self, block: int, gone_ms: float) -> None:
         segment = self.segment[block]
         assert segment is not None
@@ -192,10 +288,57 @@ class Device:
         self.segment[block] = None
         self.unused.pop(block, None)
 
-    def _extend_placements(self, placed: list[int], empty_ms: float) -> None:
-        count = len(placed)
-        self.placements[-count:] = (
-            [replace(placement, end_ms=max(placement.end_ms, empty_ms)) for placement in self.placements[-count:]]
-            if count
-            else []
+
+class RunLog:
+    """Written by a simulator while it runs."""
+
+    def __init__(self, sized: SizedGraph, budget_bytes: int) -> None:
+        self.sized = sized
+        self.budget_bytes = budget_bytes
+        self._compute_ms = 0.0
+        self._spans: list[Span] = []
+        self._stalls: list[Stall] = []
+        self._algorithms: dict[str, str] = {}
+        self._defragmentations: list[str] = []
+
+    def stalled(self, task: int, waited_ms: float) -> None:
+        """A task started so much after the stream of tasks was free."""
+        if waited_ms > 0:
+            self._stalls.append(Stall(self.sized.tasks[task].name, waited_ms))
+
+    def defragmented(self, task: int) -> None:
+        """Everything left the device before this task."""
+        self._defragmentations.append(self.sized.tasks[task].name)
+
+    def ran(self, task: int, start_ms: float, end_ms: float, algorithm: SizedAlgorithm) -> None:
+        """A task ran."""
+        described = self.sized.tasks[task]
+        self._compute_ms += algorithm.ms
+        self._spans.append(Span(described.name, COMPUTE, start_ms, end_ms - start_ms, described.phase.value))
+        if len(self.sized.algorithms[task]) > 1:
+            self._algorithms[described.name] = algorithm.name
+
+    def result(self, device: Device, finish_ms: float) -> OffloadSchedule:
+        """The schedule, once all tasks have run."""
+        copies = sorted(device.copies, key=lambda copy: copy.start_ms)
+        spans = [
+            Span(copy.block, TRANSFER, copy.start_ms, copy.end_ms - copy.start_ms, copy.direction.value)
+            for copy in copies
+        ]
+        resident = self.sized.resident_bytes
+        return OffloadSchedule(
+            samples=self.sized.samples,
+            budget_bytes=self.budget_bytes,
+            finish_ms=finish_ms,
+            start_ms={span.name: span.start_ms for span in self._spans},
+            compute_ms=self._compute_ms,
+            stalls=tuple(self._stalls),
+            algorithms=self._algorithms,
+            copies=tuple(copies),
+            placements=tuple(sorted(device.placements, key=lambda placement: placement.start_ms)),
+            defragmentations=tuple(self._defragmentations),
+            resident_bytes=resident,
+            peak_bytes=resident + device.pool.high_water_bytes,
+            live_peak_bytes=resident + device.pool.peak_bytes,
+            spans=(*self._spans, *spans),
         )

@@ -7,18 +7,24 @@ from dataclasses import dataclass
 
 from retime.schedules.budget import BudgetError, TaskGraph
 from retime.schedules.errors import ScheduleError
-from retime.schedules.modnn.bounds import alive_bytes, require_floor
-from retime.schedules.modnn.offload_schedule import offload_schedule
-from retime.schedules.modnn.result import Direction, OffloadSchedule
-from retime.schedules.modnn.sized import SizedGraph, size_graph
-from retime.schedules.modnn.sub_batch import largest_feasible, regular, select_sub_batch
-from retime.schedules.modnn.techniques import Techniques
+from retime.schedules.modnn.bounds import (
+    SizedGraph,
+    alive_bytes,
+    largest_feasible,
+    regular,
+    require_floor,
+    select_sub_batch,
+    size_graph,
+)
+from retime.schedules.modnn.device import Direction, OffloadSchedule
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
 from retime.schedules.modnn.vdnn import vdnn_schedule
 
 _EQUAL_SPLITS = 8
 # Simulated times are not exact to half a percent, so bytes moved decide between plans that are as close as that.
 _EQUALLY_FAST = 1.005
 _SEARCHED = (Techniques("gain"), Techniques("fastest"))
+_MOVED = (Direction.OFFLOAD, Direction.PREFETCH)  # every way to train copies the inputs once
 
 
 @dataclass(frozen=True)
@@ -69,14 +75,9 @@ class BatchPlan:
         """The highest use of memory, holes included."""
         return max(self.round.peak_bytes, self.last.peak_bytes)
 
-    @property
-    def stall_ms(self) -> float:
-        """Waiting for transfers, in all rounds."""
-        return (self.rounds - 1) * self.round.stall_ms + self.last.stall_ms
-
     def moved_bytes(self, *directions: Direction) -> int:
         """Bytes copied for the batch in these directions; offloads and prefetches when none is given."""
-        wanted = directions or (Direction.OFFLOAD, Direction.PREFETCH)
+        wanted = directions or _MOVED
         return (self.rounds - 1) * self.round.moved_bytes(*wanted) + self.last.moved_bytes(*wanted)
 
 
@@ -174,13 +175,7 @@ def plan_vdnn(
 
     def simulate(size: int, update: bool) -> OffloadSchedule:
         return vdnn_schedule(
-            graph,
-            size,
-            budget_bytes,
-            bandwidth_bytes_per_ms,
-            layers=layers,
-            algorithms=algorithms,
-            update=update,
+            graph, size, budget_bytes, bandwidth_bytes_per_ms, layers=layers, algorithms=algorithms, update=update
         )
 
     samples = select_sub_batch(graph, batch, budget_bytes) if sub_batching else batch
@@ -216,16 +211,12 @@ def _estimate(
     if rest:
         full, last = simulate(samples, how, False), simulate(rest, how, True)
         batch_ms = rounds * full.finish_ms + last.finish_ms
-        moved = rounds * _moved(full) + _moved(last)
+        moved = rounds * full.moved_bytes(*_MOVED) + last.moved_bytes(*_MOVED)
     else:
         last = simulate(samples, how, True)
         batch_ms = rounds * last.finish_ms - (rounds - 1) * update_ms
-        moved = rounds * _moved(last)
+        moved = rounds * last.moved_bytes(*_MOVED)
     return Candidate(samples, how, batch_ms, moved)
-
-
-def _moved(schedule: OffloadSchedule) -> int:
-    return schedule.offloaded_bytes + schedule.prefetched_bytes
 
 
 def _sub_batch_sizes(graph: TaskGraph, batch: int, budget_bytes: int, chosen: int) -> set[int]:

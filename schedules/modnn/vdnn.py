@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from retime.schedules.budget import BudgetError, GraphTask, Phase, TaskGraph
 from retime.schedules.errors import ScheduleError
-from retime.schedules.modnn.device import WORKSPACE, Device
-from retime.schedules.modnn.result import OffloadSchedule
-from retime.schedules.modnn.run_log import RunLog
-from retime.schedules.modnn.sized import NEVER, SizedAlgorithm, SizedGraph, size_graph
+from retime.schedules.modnn.bounds import NEVER, SizedAlgorithm, SizedGraph, size_graph
+from retime.schedules.modnn.device import WORKSPACE, Device, OffloadSchedule, RunLog
 
 _UNBOUNDED = 1 << 62
 
@@ -126,7 +124,7 @@ class _Round:
     def run(self) -> OffloadSchedule:
         device, sized = self.device, self.sized
         now_ms = ended_ms = 0.0
-        for task, described in enumerate(sized.tasks):
+        for task in range(len(sized.tasks)):
             missing = [block for block in sized.needs[task] if device.segment[block] is None]
             for block in (*missing, *sized.makes[task]):
                 if device.allocate(block, now_ms) is None:
@@ -142,14 +140,9 @@ class _Round:
             start_ms, end_ms = now_ms, now_ms + option.ms
             leaving = [block for block in self.offload_at.get(task, ()) if device.segment[block]]
             copied_ms = [device.copy_out(block, start_ms) for block in leaving]
-            for block in sized.makes[task]:
-                device.made(block, start_ms, end_ms)
-            for block in sized.rewrites[task]:
-                device.rewritten(block, end_ms)
+            device.write(task, start_ms, end_ms)
             copied_ms += self._prefetch(task, start_ms)
-            if segment:
-                device.hold_workspace(segment, f"workspace of {described.name}", start_ms, end_ms)
-            device.finish(task, end_ms)
+            device.finish(task, start_ms, end_ms, segment)
             self.log.ran(task, start_ms, end_ms, option)
             now_ms = max([end_ms, *copied_ms])  # the next task waits for both
             ended_ms = end_ms

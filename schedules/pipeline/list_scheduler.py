@@ -12,11 +12,10 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from retime.schedules.pipeline.costs import Hops, StageCosts, check_stages, hop_table
-from retime.schedules.pipeline.lanes import check_micro_batches, rank_schedule
-from retime.schedules.pipeline.placement import Placement
-from retime.schedules.schedule import Schedule
-from retime.schedules.tasks import Kind, Task
+from retime.schedules.errors import check_count
+from retime.schedules.pipeline.placement import Placement, rank_schedule
+from retime.schedules.pipeline.simulation import Hops, StageCosts, check_stages, hop_table
+from retime.schedules.schedule import Kind, Schedule, Task
 
 Cap = float | Sequence[float] | None
 """The most activations that a rank may keep alive, in the unit of :attr:`StageCosts.activation_bytes`: one number for
@@ -80,7 +79,7 @@ def list_schedule(
             the least feasible cap; or ``in_order`` cannot run, or comes with a cap or a rule.
     """
     check_stages(costs, placement)
-    check_micro_batches(1 if micro_batches is None else micro_batches)
+    check_count(micro_batches=1 if micro_batches is None else micro_batches)
     rule = rule or Rule()
     if sorted(rule.order) != sorted((Kind.F, Kind.O, Kind.W)):
         raise ValueError(f"order={rule.order}: give F, O and W, each once")
@@ -346,7 +345,7 @@ class _Run:
             if stage < last:
                 self._send(rank, (Kind.F, stage + 1, batch))
             else:
-                self._offer_gradients(stage, batch)
+                self._offer(Kind.O if stage >= self._lowest_o else Kind.W, stage, batch)
         elif kind is Kind.O:
             self._offer(Kind.W, stage, batch)
             if stage > 0:
@@ -362,10 +361,6 @@ class _Run:
                 self._begun -= 1
             while self._oldest < self._batches and not self._weights_left[self._oldest]:
                 self._oldest += 1
-
-    def _offer_gradients(self, stage: int, batch: int) -> None:
-        """After the last forward: its O, or its W where O is not listed."""
-        self._offer(Kind.O if stage >= self._lowest_o else Kind.W, stage, batch)
 
     def _offer(self, kind: Kind, stage: int, batch: int) -> None:
         self._coming[self._rank_of[stage]].pop((kind, stage, batch), None)

@@ -11,11 +11,9 @@ import re
 from typing import Literal
 
 from retime.schedules.errors import ScheduleError, mark
-from retime.schedules.pipeline.lanes import lane_name, rank_schedule
-from retime.schedules.pipeline.placement import Placement
-from retime.schedules.pipeline.validation import validate_pipeline
-from retime.schedules.schedule import Lane, Schedule
-from retime.schedules.tasks import Kind, Task
+from retime.schedules.pipeline.placement import Placement, lane_name, rank_schedule
+from retime.schedules.pipeline.simulation import lists_first_output_gradient, validate_pipeline
+from retime.schedules.schedule import Kind, Schedule, Task
 
 __all__ = ["from_csv", "orders_of", "placement_of", "to_csv"]
 
@@ -37,7 +35,7 @@ def orders_of(schedule: Schedule) -> dict[int, list[_Action]]:
     Args:
         schedule: a lane a rank.
     """
-    lists_o1 = _lists_o1(schedule)
+    lists_o1 = lists_first_output_gradient(schedule)
     orders: dict[int, list[_Action]] = {}
     for rank, lane in enumerate(schedule.lanes):
         order: list[_Action] = []
@@ -71,7 +69,7 @@ def placement_of(schedule: Schedule) -> Placement:
             home = rank_of.setdefault(task.layer, rank)
             if home != rank:
                 raise ScheduleError(
-                    f"{task} is of stage {task.layer}, which {lane_name(home)} has\n{_mark(lane, position)}"
+                    f"{task} is of stage {task.layer}, which {lane_name(home)} has\n{lane.marked(position)}"
                 )
     if not rank_of:
         raise ScheduleError("there is no task: give each rank its forward and backward passes")
@@ -162,10 +160,6 @@ def _tasks(cell: str) -> list[Task]:
     return [Task(kind, int(match[1]) + 1, int(match[3])) for kind in _KINDS[match[2]]]
 
 
-def _lists_o1(schedule: Schedule) -> bool:
-    return any(task.kind is Kind.O and task.layer == 1 for task in schedule)
-
-
 def _check(schedule: Schedule) -> None:
     """Raise ScheduleError unless torch could run this."""
     placement = placement_of(schedule)
@@ -177,7 +171,7 @@ def _check(schedule: Schedule) -> None:
     if counted and (None in batches or max(counted) >= len(counted)):
         raise ScheduleError(f"the micro-batches are {_shown(batches)}: number them from 0 on, without a gap")
     validate_pipeline(schedule, placement, len(counted) or None)
-    lists_o1 = _lists_o1(schedule)
+    lists_o1 = lists_first_output_gradient(schedule)
     for lane in schedule.lanes:
         done: set[Task] = set()
         for position, task in enumerate(lane.tasks):
@@ -186,7 +180,7 @@ def _check(schedule: Schedule) -> None:
             if needs_output and lane.tasks[position + 1 : position + 2] != (output,):
                 raise ScheduleError(
                     f"{task} runs before {output}, and torch has no weight gradient before its output gradient: put it "
-                    f"right in front of {output}, or behind\n{_mark(lane, position)}"
+                    f"right in front of {output}, or behind\n{lane.marked(position)}"
                 )
             done.add(task)
 
@@ -195,7 +189,3 @@ def _shown(batches: set[int | None]) -> str:
     counted = sorted(one for one in batches if one is not None)
     some = ", ".join(map(str, counted[:8])) + (", ..." if len(counted) > 8 else "")
     return f"{some} and one without a number" if None in batches else some
-
-
-def _mark(lane: Lane, position: int) -> str:
-    return mark([str(task) for task in lane.tasks], position, prefix=f"{lane.name}: ")

@@ -5,8 +5,13 @@ import importlib
 
 import pytest
 
+NAMES = [
+    *("schedule", "simulate", "fusion", "timeline", "reverse_first_k", "two_streams", "modnn.bounds"),
+    *(f"pipeline.{name}" for name in ("placement", "simulation", "orders", "ooo_pipe", "torch_csv")),
+]
 
-@pytest.mark.parametrize("name", ["schedule", "validate", "simulate", "fusion", "picture"])
+
+@pytest.mark.parametrize("name", NAMES)
 def test_docstring_examples(name):
     ran = doctest.testmod(importlib.import_module(f"retime.schedules.{name}"))
     assert ran.attempted

@@ -1,7 +1,5 @@
 """The search for k (section 5.1): which k it measures, in which order, and where it ends."""
 
-import doctest
-import importlib
 import math
 
 import pytest
@@ -106,9 +104,3 @@ def test_refuses_a_record_after_the_end():
 def test_refuses_arguments_out_of_range(arguments, message):
     with pytest.raises(ValueError, match=message):
         KSearch(**arguments)
-
-
-def test_docstring_examples():
-    ran = doctest.testmod(importlib.import_module("retime.schedules.k_search"))
-    assert ran.attempted
-    assert not ran.failed

@@ -1,8 +1,5 @@
 """Algorithm 1 by hand, its rule for memory, plans as text, and what the validator says."""
 
-import doctest
-import importlib
-
 import pytest
 
 from retime.schedules import (
@@ -38,12 +35,6 @@ RISING = [[1.1, 1.2, 1.5, 1.9], [1.1, 1.3, 1.4, 1.0], [1.0, 1.2, 1.3, 1.0]]
 def plan_of(*sub):
     lines = [f"{region.name}: {' '.join(map(str, region.tasks))}" for region in REGIONS]
     return "\n".join(f"{line} | {tasks}" if tasks else line for line, tasks in zip(lines, sub, strict=True))
-
-
-def test_examples():
-    ran = doctest.testmod(importlib.import_module("retime.schedules.two_streams"))
-    assert ran.attempted
-    assert not ran.failed
 
 
 def test_the_main_stream_is_the_critical_path_and_the_first_layer():

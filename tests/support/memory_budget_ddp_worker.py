@@ -36,7 +36,7 @@ from retime.mechanisms.memory_budget.data_parallel import BudgetedDataParallelSt
 from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.recipes.modnn.budget_worker import resident_bytes
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
 from support import memory_budget as support
 from support.garbage import pass_over_what_is_there

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from retime.commands.main import main as retime
 from retime.mechanisms.memory_budget.plan_files import PlanFileError
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
 from support.memory_budget import OFFLOADS, SPLITS, Net, assert_close, assert_way, loader
 from support.memory_budget_ddp_worker import RANK, SMALL, batches, check, fit, main, plan_with, report

@@ -4,10 +4,15 @@ import random
 from collections import defaultdict
 from itertools import pairwise
 
-from retime.schedules.budget.graph import STAYS, Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
-from retime.schedules.modnn.result import Direction
+from retime.schedules.budget import STAYS, Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.modnn.device import Direction
 
 SLACK_MS = 1e-9
+
+
+def copies(schedule):
+    """What is copied when: direction, block, start and end."""
+    return [(str(copy.direction), copy.block, copy.start_ms, copy.end_ms) for copy in schedule.copies]
 
 
 def judge(graph, schedule, *, update=True):

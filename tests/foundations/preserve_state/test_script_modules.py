@@ -13,8 +13,7 @@ from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep
 from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.separability.certify import certify
 from retime.mechanisms.memory_budget.step import BudgetedStep
-from retime.schedules.budget import OffloadPlan
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError, OffloadPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 SAMPLES = 256

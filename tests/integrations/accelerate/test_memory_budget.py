@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from retime.integrations.accelerate import MemoryBudget
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 from support.memory_budget import SMALL, TINY, Net, accelerate_loop, assert_close, loader
 
 

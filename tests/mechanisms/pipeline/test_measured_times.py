@@ -11,7 +11,7 @@ from retime.mechanisms.pipeline.stage import MeasuredTimes, Span
 from retime.mechanisms.pipeline.survey import alike, survey, typical
 from retime.schedules import Kind, Task
 from retime.schedules.pipeline import Placement, StageCosts, simulate_pipeline
-from retime.schedules.pipeline.lanes import rank_schedule
+from retime.schedules.pipeline.placement import rank_schedule
 
 HOP_MS = 0.25
 

@@ -13,7 +13,7 @@ from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.simulated import BATCH, IDEAL
 from retime.schedules.budget import Block, BlockKind, GraphTask, Phase, TaskGraph
 from retime.schedules.modnn import OffloadSchedule
-from retime.schedules.modnn.result import COMPUTE, Copy, Direction
+from retime.schedules.modnn.device import COMPUTE, Copy, Direction
 from retime.schedules.timeline import Span
 
 GIVEN = (

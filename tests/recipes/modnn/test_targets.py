@@ -37,7 +37,7 @@ from retime.recipes.modnn.side_by_side import (
 from retime.recipes.modnn.target_kinds import AGAIN, FIRST, KINDS, OURS, PLANNING, VDNN
 from retime.recipes.modnn.targets import Targets
 from retime.recipes.modnn.vdnn import Vdnn
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.01}
 MLP: dict[str, Any] = {

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from retime.schedules import ScheduleError
-from retime.schedules.modnn.allocator import Pool, offload_runs
+from retime.schedules.modnn.resources import Pool, offload_runs
 
 
 def layout(pool):

@@ -3,16 +3,18 @@
 import pytest
 
 from retime.schedules import ScheduleError
-from retime.schedules.budget.errors import BudgetError
-from retime.schedules.budget.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.budget import Algorithm, Block, BlockKind, BudgetError, GraphTask, Phase, TaskGraph
 from retime.schedules.modnn.bounds import (
     all_blocks_bytes,
+    consecutive_bytes,
     ideal_peak_bytes,
+    largest_feasible,
     lower_bound,
     lower_bound_offloading_weights,
+    regular,
     require_floor,
+    select_sub_batch,
 )
-from retime.schedules.modnn.sub_batch import consecutive_bytes, largest_feasible, regular, select_sub_batch
 from support.vgg_chain import vgg_chain
 
 

@@ -3,10 +3,10 @@
 import pytest
 
 from retime.schedules import ScheduleError
-from retime.schedules.budget.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
-from retime.schedules.modnn.offload_schedule import offload_schedule
-from retime.schedules.modnn.techniques import Techniques
-from support.schedules_memory import judge
+from retime.schedules.budget import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.modnn.device import Direction
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
+from support.schedules_memory import copies, judge
 
 KINDS = {"i": BlockKind.INPUT, "w": BlockKind.WEIGHT}
 
@@ -25,10 +25,6 @@ def run(built, budget, techniques=None, bandwidth=1.0):
     schedule = offload_schedule(built, 1, budget, bandwidth, techniques or Techniques.paper())
     judge(built, schedule)
     return schedule
-
-
-def copies(schedule):
-    return [(str(copy.direction), copy.block, copy.start_ms, copy.end_ms) for copy in schedule.copies]
 
 
 def figure_3(middle_ms):
@@ -98,7 +94,8 @@ def test_what_the_host_holds_is_only_freed():
     assert ("offload", "i") not in kinds
     assert kinds.count(("input", "i")) == 1
     assert schedule.offloaded == ("a",)
-    assert (schedule.offloaded_bytes, schedule.prefetched_bytes) == (4, 4 * 2 + 2 * kinds.count(("prefetch", "i")))
+    assert schedule.moved_bytes(Direction.OFFLOAD) == 4
+    assert schedule.moved_bytes(Direction.PREFETCH) == 4 * 2 + 2 * kinds.count(("prefetch", "i"))
 
 
 def test_figure_5_a_block_used_next_stays():
@@ -202,7 +199,7 @@ def test_prefetches_start_early_enough_for_all_later_tasks():
     assert [(stall.task, stall.ms) for stall in paper.stalls] == [("B0", 3)]
     ours = run(built, 25, Techniques())
     assert ours.stalls == ()
-    assert paper.offloaded_bytes == ours.offloaded_bytes == 24
+    assert paper.moved_bytes(Direction.OFFLOAD) == ours.moved_bytes(Direction.OFFLOAD) == 24
 
 
 def test_defragmentation_moves_everything_together():

@@ -6,14 +6,11 @@ from itertools import pairwise
 import pytest
 
 from retime.schedules import ScheduleError
-from retime.schedules.budget.errors import BudgetError
-from retime.schedules.modnn.bounds import ideal_peak_bytes, lower_bound
-from retime.schedules.modnn.device import Device
-from retime.schedules.modnn.offload_schedule import offload_schedule
+from retime.schedules.budget import BudgetError
+from retime.schedules.modnn.bounds import ideal_peak_bytes, lower_bound, select_sub_batch
+from retime.schedules.modnn.device import Device, Direction
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
 from retime.schedules.modnn.planner import _least_ms, plan_batch, plan_vdnn
-from retime.schedules.modnn.result import Direction
-from retime.schedules.modnn.sub_batch import select_sub_batch
-from retime.schedules.modnn.techniques import Techniques
 from support.schedules_memory import judge, random_graph
 from support.vgg_chain import vgg_chain
 

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 from retime.schedules.modnn.bounds import ideal_peak_bytes, lower_bound
-from retime.schedules.modnn.offload_schedule import offload_schedule
-from retime.schedules.modnn.techniques import Techniques
+from retime.schedules.modnn.device import Direction
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
 from retime.schedules.modnn.vdnn import vdnn_schedule
 from support.schedules_memory import judge, random_graph
 
@@ -32,7 +32,7 @@ def test_algorithm_1_never_breaks_the_rules(algorithms, spare_unused):
             schedule = offload_schedule(graph, samples, budget, bandwidth, techniques)
             judge(graph, schedule)
             runs += 1
-            moved += schedule.offloaded_bytes > 0
+            moved += schedule.moved_bytes(Direction.OFFLOAD) > 0
             defragmented += bool(schedule.defragmentations)
     assert runs > 200
     assert moved > runs / 10, "budgets too generous to test anything"
@@ -60,7 +60,7 @@ def test_vdnn_never_breaks_the_rules(layers):
                 continue
             judge(graph, schedule)
             fitting += 1
-            moved += schedule.offloaded_bytes > 0
+            moved += schedule.moved_bytes(Direction.OFFLOAD) > 0
     assert fitting > 50
     assert refused > 50
     assert moved > 20
@@ -80,6 +80,6 @@ def test_enough_memory_moves_nothing_but_inputs():
     for seed in range(40):
         graph = random_graph(seed)
         schedule = offload_schedule(graph, 2, 1 << 20, 1.0)
-        assert schedule.offloaded_bytes == schedule.prefetched_bytes == 0
+        assert schedule.moved_bytes(Direction.OFFLOAD, Direction.PREFETCH) == 0
         assert schedule.moved_bytes() == graph.blocks["x"].size_bytes(2)
         assert not schedule.defragmentations

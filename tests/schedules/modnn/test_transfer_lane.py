@@ -2,7 +2,7 @@
 
 import random
 
-from retime.schedules.modnn.transfer_lane import TransferLane
+from retime.schedules.modnn.resources import TransferLane
 
 
 def test_copies_go_into_the_first_gap_that_holds_them():

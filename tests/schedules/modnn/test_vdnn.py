@@ -3,12 +3,12 @@
 import pytest
 
 from retime.schedules import ScheduleError
-from retime.schedules.budget.errors import BudgetError
-from retime.schedules.budget.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.budget import Algorithm, Block, BlockKind, BudgetError, GraphTask, Phase, TaskGraph
+from retime.schedules.modnn.device import Direction
 from retime.schedules.modnn.offload_schedule import offload_schedule
 from retime.schedules.modnn.planner import plan_vdnn
 from retime.schedules.modnn.vdnn import vdnn_schedule
-from support.schedules_memory import judge
+from support.schedules_memory import copies, judge
 from support.vgg_chain import vgg_chain
 
 
@@ -26,10 +26,6 @@ def three_layers(names=("conv1", "pool2", "conv3")):
     last = len(names)
     loss = GraphTask("loss", Phase.FORWARD, "loss", (f"y{last}",), (f"d{last}",), (Algorithm("only", 2),))
     return TaskGraph(blocks, (*forward, loss, *reversed(backward)))
-
-
-def copies(schedule):
-    return [(str(copy.direction), copy.block, copy.start_ms, copy.end_ms) for copy in schedule.copies]
 
 
 def test_figure_4_each_copy_overlaps_with_one_task_and_the_next_waits_for_both():
@@ -73,7 +69,7 @@ def test_necessary_synchronisations_only_are_faster():
     theirs = vdnn_schedule(graph, 1, 17, 1.0)
     ours = offload_schedule(graph, 1, 17, 1.0)
     assert ours.finish_ms < theirs.finish_ms
-    assert ours.offloaded_bytes < theirs.offloaded_bytes
+    assert ours.moved_bytes(Direction.OFFLOAD) < theirs.moved_bytes(Direction.OFFLOAD)
 
 
 def test_fastest_algorithm_for_which_there_is_memory():

@@ -24,7 +24,7 @@ from retime.schedules.pipeline import (
     zb_h1,
     zbv,
 )
-from retime.schedules.pipeline.lanes import rank_schedule
+from retime.schedules.pipeline.placement import rank_schedule
 
 NAMES = {
     "GPipe": gpipe,

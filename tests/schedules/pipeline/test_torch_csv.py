@@ -1,7 +1,5 @@
 """Schedules as text for torch.distributed.pipelining, and back."""
 
-import doctest
-
 import pytest
 
 from retime.schedules import Schedule, ScheduleError
@@ -18,7 +16,6 @@ from retime.schedules.pipeline import (
     placement_of,
     synchronised,
     to_csv,
-    torch_csv,
     v_shape,
     zb_h1,
     zbv,
@@ -125,9 +122,3 @@ def test_links_between_replicas_have_no_row():
     schedule = synchronised(gpipe(block(2, 2), 2), block(2, 2))
     with pytest.raises(ScheduleError, match="stands where 'rank2' belongs"):
         to_csv(schedule)
-
-
-def test_docstring_examples():
-    ran = doctest.testmod(torch_csv)
-    assert ran.attempted
-    assert not ran.failed

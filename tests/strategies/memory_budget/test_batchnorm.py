@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, TINY, Net, assert_close, fit, loader, norm, report_of

@@ -12,7 +12,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch.utils.data import DataLoader
 
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import Net, accelerate_loop, fit, loader, norm, report_of, trainer

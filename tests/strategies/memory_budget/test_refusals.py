@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from retime.mechanisms.memory_budget.offload.tier import HostError
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, assert_close, fit

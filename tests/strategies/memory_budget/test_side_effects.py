@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.search import plan_after
 from retime.mechanisms.memory_budget.step import BudgetedStep
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import Net, assert_close, fit, loader, report_of

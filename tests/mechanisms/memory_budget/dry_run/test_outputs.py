@@ -20,8 +20,7 @@ from retime.mechanisms.memory_budget.search import part_sizes
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
-from retime.schedules.budget import BlockKind, OffloadPlan
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BlockKind, BudgetError, OffloadPlan
 from support.memory_budget import SPLITS, use_costs
 
 SAMPLES, CLASSES = 64, 1000

@@ -20,8 +20,7 @@ from retime.mechanisms.memory_budget.offload.tier import HostError, HostNone, Ho
 from retime.mechanisms.memory_budget.search import PlanTrial, search_plan
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.mechanisms.memory_budget.step_memory import StepMemory
-from retime.schedules.budget import OffloadPlan
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError, OffloadPlan
 from support.memory_budget import SPLITS, use_costs
 
 WIDTH, DEPTH, SAMPLES = 16, 8, 128

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, profile_step
 from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.step import BudgetedStep
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 
 SAMPLES, FEATURES = 64, 32
 

@@ -17,8 +17,7 @@ from retime.mechanisms.memory_budget.dry_run.profile import Size
 from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, replay
 from retime.mechanisms.memory_budget.search import part_sizes, search_plan
 from retime.mechanisms.memory_budget.step_memory import StepMemory
-from retime.schedules.budget import OffloadPlan
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError, OffloadPlan
 from retime.schedules.errors import ScheduleError
 from support.profiled_steps import MODELS, SAMPLES, step_of
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.step import BudgetedStep
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 from support.memory_budget import OFFLOADS, SPLITS, Net, loader, norm, use_costs
 
 

@@ -15,8 +15,7 @@ from retime.mechanisms.memory_budget.dry_run.run import TrainingStep
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.search import PlanChoice, PlanTrial, part_sizes, search_plan
 from retime.mechanisms.memory_budget.step_memory import MemoryFloor, StepMemory
-from retime.schedules.budget import OffloadPlan
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError, OffloadPlan
 
 SAMPLES, MANY = 32, 512
 

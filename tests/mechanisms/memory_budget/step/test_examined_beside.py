@@ -15,8 +15,7 @@ from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
 from retime.mechanisms.memory_budget.step import BudgetedStep
-from retime.schedules.budget import OffloadPlan
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError, OffloadPlan
 
 WIDTH, SAMPLES, SUB_BATCH = 256, 100, 40
 HELD_BYTES = 2**23

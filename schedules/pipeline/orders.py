@@ -1,20 +1,75 @@
-"""1F1B, interleaved 1F1B, ZB-H1 and interleaved zero bubble: one skeleton, warm-up then forward and backward in turn.
+"""The published orders that out-of-order pipelines are compared with.
 
-Narayanan et al. 2019 (PipeDream) and 2021 (Megatron-LM, section 2.2.2) for 1F1B and its interleaved form; Qi et al.
-2023 ("Zero Bubble Pipeline Parallelism", section 2) for the forms that put the weight gradients off.
+GPipe (Huang et al. 2019) and cross-layer model parallelism are the conventional orders: Oh et al. 2022, section 5.2,
+compare with both in Figures 5 (a), 6 (a) and 12 (a). 1F1B, interleaved 1F1B, ZB-H1 and interleaved zero bubble share
+one skeleton, warm-up then forward and backward in turn: Narayanan et al. 2019 (PipeDream) and 2021 (Megatron-LM,
+section 2.2.2), and Qi et al. 2023 ("Zero Bubble Pipeline Parallelism", section 2) for the forms that put the weight
+gradients off. ZBV is zero bubble on the V placement (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory",
+section 4).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from retime.schedules.pipeline.costs import Hops, StageCosts
-from retime.schedules.pipeline.lanes import Chunks, check_micro_batches, rank_schedule, require_one_chunk, require_turns
-from retime.schedules.pipeline.placement import Placement
-from retime.schedules.pipeline.simulation import PipelineTimeline, simulate_pipeline
-from retime.schedules.schedule import Schedule
-from retime.schedules.tasks import Task
+from retime.schedules.errors import check_count
+from retime.schedules.pipeline.placement import (
+    Chunks,
+    Placement,
+    rank_schedule,
+    require_one_chunk,
+    require_turns,
+)
+from retime.schedules.pipeline.simulation import Hops, PipelineTimeline, StageCosts, simulate_pipeline
+from retime.schedules.schedule import Schedule, Task
+
+
+def gpipe(placement: Placement, micro_batches: int, *, first_output_gradient: bool = False) -> Schedule:
+    """All forward passes, then all backward passes, micro-batch 0 first: Figures 6 (a) and 12 (a).
+
+    >>> from retime.schedules.pipeline import block
+    >>> print(gpipe(block(2, 2), 2))
+    rank0: F1@0 F1@1 W1@0 W1@1
+    rank1: F2@0 F2@1 W2@0 O2@0 W2@1 O2@1
+
+    Args:
+        placement: consecutive stages on each rank.
+        micro_batches: at least 1.
+        first_output_gradient: list O1 too: for a first stage of several layers, whose O stands for all but the first.
+
+    Raises:
+        ValueError: when the placement is no :func:`block` or a number is out of its range.
+    """
+    check_count(micro_batches=micro_batches)
+    return _all_forward_all_backward(placement, list(range(micro_batches)), first_output_gradient)
+
+
+def cross_layer(placement: Placement, *, first_output_gradient: bool = False) -> Schedule:
+    """Cross-layer model parallelism: the batch whole, one rank at work at a time: Figure 5 (a).
+
+    Args:
+        placement: consecutive stages on each rank.
+        first_output_gradient: see :func:`gpipe`.
+
+    Raises:
+        ValueError: when the placement is no :func:`block`.
+    """
+    return _all_forward_all_backward(placement, [None], first_output_gradient)
+
+
+def _all_forward_all_backward(
+    placement: Placement, micro_batches: list[int] | list[None], first_output_gradient: bool
+) -> Schedule:
+    require_one_chunk(placement, "GPipe")
+    write = Chunks(placement.chunks, first_output_gradient)
+    lanes: list[list[Task]] = []
+    for rank in range(placement.ranks):
+        forward = [task for micro_batch in micro_batches for task in write.forward(rank, 0, micro_batch)]
+        backward = [task for micro_batch in micro_batches for task in write.backward(rank, 0, micro_batch)]
+        lanes.append(forward + backward)
+    return rank_schedule(lanes)
 
 
 def one_forward_one_backward(
@@ -71,7 +126,7 @@ def weight_stashing(placement: Placement, micro_batches: int, costs: StageCosts,
     Raises:
         ValueError: when the placement is no :func:`block` or a number is out of its range.
     """
-    check_micro_batches(micro_batches)
+    check_count(micro_batches=micro_batches)
 
     def run(batches: int) -> PipelineTimeline:
         order = one_forward_one_backward(placement, batches, first_output_gradient=True)
@@ -145,7 +200,7 @@ def _in_turn(
         ahead_per_rank: how many forward passes a rank has begun more than the rank behind it when the backward starts.
         split: put off W, rank r by r passes.
     """
-    check_micro_batches(micro_batches)
+    check_count(micro_batches=micro_batches)
     write = Chunks(placement.chunks, first_output_gradient)
     ranks, chunks = placement.ranks, len(placement.chunks[0])
     per_round = micro_batches // max(1, micro_batches // ranks) if chunks > 1 else 1
@@ -182,7 +237,7 @@ def _passes(chunks: int, micro_batches: int, per_round: int) -> Iterator[tuple[i
 
 
 def _require_rounds(placement: Placement, micro_batches: int, schedule: str) -> None:
-    check_micro_batches(micro_batches)
+    check_count(micro_batches=micro_batches)
     chunks = len(placement.chunks[0])
     require_turns(
         placement,
@@ -197,3 +252,101 @@ def _require_rounds(placement: Placement, micro_batches: int, schedule: str) -> 
             f"micro_batches={micro_batches} do not fill {rounds} rounds over {placement.ranks} ranks: {schedule} takes "
             f"a multiple of {rounds}, such as {micro_batches // rounds * rounds}"
         )
+
+
+_DOWN, _UP = 0, 1
+"""The two chunks of a rank: the one passed on the way to the last rank, and the one on the way back."""
+
+
+def zbv(placement: Placement, micro_batches: int, *, first_output_gradient: bool = False) -> Schedule:
+    """ZBV: two chunks a rank in a V; without a bubble when F, O and W take the same time, at 1F1B's memory.
+
+    The order is laid out for at least ``2 * ranks - 1`` micro-batches; of fewer, the missing ones are left out of it.
+
+    Args:
+        placement: a :func:`v_shape`.
+        micro_batches: at least 1.
+        first_output_gradient: see :func:`gpipe`.
+
+    Raises:
+        ValueError: when the placement is no V or a number is out of its range.
+    """
+    check_count(micro_batches=micro_batches)
+    ranks = placement.ranks
+    if ranks == 1:
+        raise ValueError("ZBV needs at least 2 ranks: on one rank there is no pipeline to fill")
+    write = Chunks(_two_chunks(placement), first_output_gradient)
+    return rank_schedule(_Rank(write, rank, ranks, micro_batches).tasks for rank in range(ranks))
+
+
+def _two_chunks(placement: Placement) -> tuple[tuple[range, ...], ...]:
+    """The chunks of a V. On the last rank they touch and are one run of stages, which is cut in the middle."""
+    require_turns(
+        placement,
+        [*range(placement.ranks), *range(placement.ranks - 2, -1, -1)],
+        "ZBV",
+        "needs two chunks a rank, down the ranks and up again: place the stages with v_shape()",
+    )
+    (run,) = placement.chunks[-1]
+    if len(run) < 2:
+        raise ValueError(
+            "ZBV needs two chunks a rank, and the last rank has one stage: place the stages with v_shape()"
+        )
+    middle = run.start + (len(run) + 1) // 2
+    return (*placement.chunks[:-1], (range(run.start, middle), range(middle, run.stop)))
+
+
+class _Rank:
+    """One rank's tasks, phase by phase."""
+
+    def __init__(self, write: Chunks, rank: int, ranks: int, micro_batches: int) -> None:
+        self._write, self._rank, self._wanted = write, rank, micro_batches
+        self._laid_out = max(micro_batches, 2 * ranks - 1)
+        self._forward = [0, 0]  # passes begun, by chunk
+        self._output = [0, 0]
+        self._waiting: tuple[deque[int], deque[int]] = (deque(), deque())
+        self.tasks: list[Task] = []
+        for _ in range(2 * (ranks - rank) - 1):
+            self._f(_DOWN)
+        for _ in range(rank):
+            self._f(_UP)
+            self._f(_DOWN)
+        for _ in range(ranks - rank):
+            self._f(_UP)
+            self._o_w(_UP)
+        while self._forward[_UP] < self._laid_out:
+            self._f(_DOWN)
+            self._o_w(_DOWN)
+            self._f(_UP)
+            self._o_w(_UP)
+        for _ in range(rank):
+            self._o(_DOWN)
+            self._o(_UP)
+        for _ in range(ranks - rank):
+            self._o(_DOWN)
+            self._w(_DOWN)
+        for chunk in (_UP, _DOWN):
+            while self._waiting[chunk]:
+                self._w(chunk)
+
+    def _f(self, chunk: int) -> None:
+        micro_batch = self._forward[chunk]
+        if micro_batch < self._wanted:
+            self.tasks += self._write.forward(self._rank, chunk, micro_batch)
+        self._forward[chunk] += micro_batch < self._laid_out
+
+    def _o(self, chunk: int) -> None:
+        micro_batch = self._output[chunk]
+        self._output[chunk] += 1
+        self._waiting[chunk].append(micro_batch)
+        if micro_batch < self._wanted:
+            self.tasks += self._write.output_gradients(self._rank, chunk, micro_batch)
+
+    def _w(self, chunk: int) -> None:
+        micro_batch = self._waiting[chunk].popleft()
+        if micro_batch < self._wanted:
+            self.tasks += self._write.weight_gradients(self._rank, chunk, micro_batch)
+
+    def _o_w(self, chunk: int) -> None:
+        self._o(chunk)
+        self._w(chunk)
