@@ -184,7 +184,7 @@ class Source:
         """Put the library at ``target``.
 
         Raises:
-            NoLibraryError: there is no compiler, or it fails.
+            NoLibraryError: there is no compiler, or it fails, or takes longer than two minutes.
         """
         home = Path(torch.__file__).parent
         torch_paths = [f"-I{home / 'include'}"]
@@ -194,7 +194,12 @@ class Source:
         command = [*compiler, *self._options(), str(self.folder / self.main), "-o", str(target), *torch_paths]
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired as error:
+            raise NoLibraryError(
+                f"{self.what} cannot be compiled: {compiler[0]} was stopped after {_TIMEOUT_S:g} s; "
+                "use another compiler (CXX names it), or start again on a machine that is less busy"
+            ) from error
+        except (OSError, ValueError) as error:
             raise NoLibraryError(
                 f"{self.what} cannot be compiled: {error}; install a C++ compiler, or name it in CXX"
             ) from error

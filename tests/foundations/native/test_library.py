@@ -157,6 +157,18 @@ def test_a_bad_compiler_is_named(
     assert list(folder.iterdir()) == []
 
 
+def test_a_slow_compiler_is_not_a_missing_one(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o700)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setattr(library_module, "_TIMEOUT_S", 0.05)
+    reason = str(pool_library())
+    assert "slow was stopped after 0.05 s; use another compiler" in reason
+    assert "install" not in reason
+    assert list(folder.iterdir()) == []
+
+
 def test_a_library_that_was_cut_short_is_built_again(
     tmp_path: Path, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
