@@ -150,7 +150,7 @@ class Source:
                 path.unlink(missing_ok=True)
                 made_by = self._compiler()[0]
                 return NoLibraryError(
-                    f"what {made_by} made is not the library of {self.what} ({error}): name another compiler in CXX"
+                    f"what {made_by} made is not the library of {self.what} ({error}); name another compiler in CXX"
                 )
         except NoLibraryError as error:
             return error
@@ -204,8 +204,8 @@ class Source:
                 f"{self.what} cannot be compiled: {error}; install a C++ compiler, or name it in CXX"
             ) from error
         if run.returncode or not target.is_file():
-            said = run.stderr[-500:] or f"it made nothing, and ended with {run.returncode}"
-            raise NoLibraryError(f"{self.what} cannot be compiled by {compiler[0]}, name another one in CXX: {said}")
+            said = run.stderr[-500:].strip() or f"it made nothing, and ended with {run.returncode}"
+            raise NoLibraryError(f"{self.what} cannot be compiled by {compiler[0]}: {said}; name another one in CXX")
 
 
 def _cache_home() -> Path:
