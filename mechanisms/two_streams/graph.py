@@ -167,7 +167,7 @@ class GraphedPart:
                 self.why_not = CASTS
                 warn_difference(
                     f"graph: {self.name or 'the model'!r} runs kernel by kernel from now on: it is called several "
-                    "times in a step, which it was not before, and in this one its gradients may round differently"
+                    "times in a step. It was not before, so its gradients may round differently in this one"
                 )
             return None, None, OPEN
         assert self.two_streams is not None
