@@ -184,7 +184,7 @@ def test_what_some_parts_log_is_weighed_by_its_batch_size(way: str, marked: list
         assert said == []
         return
     assert len(said) == 2  # a call
-    assert all("the logged value 'masked" in message and "weighed by the batch_size" in message for message in said)
+    assert all("the logged value 'masked" in message and "weighted by the batch_size" in message for message in said)
 
 
 @pytest.mark.parametrize("marked", [[0, 3], [100]])
