@@ -328,7 +328,7 @@ class SizesThatDoNotAddUp(ShallowNet):
 
 
 def test_a_batch_size_that_does_not_add_up_is_said(splits: None) -> None:
-    with pytest.warns(DifferenceWarning, match="'epoch' has the sum of the sub-batches' batch_size as its") as caught:
+    with pytest.warns(DifferenceWarning, match="'epoch' is weighted in an epoch's mean by the sum") as caught:
         fit(SizesThatDoNotAddUp(), MemoryBudgetStrategy(SHALLOW))
     assert len([one for one in caught if issubclass(one.category, DifferenceWarning)]) == 1
 
