@@ -49,7 +49,7 @@ class CPUMemoryPool(Callback):
     def __init__(self, slack: Annotated[float, AtLeast(1), Below(math.inf)] = 1.1) -> None:
         self.slack = slack
         self._pool = MemoryPool()
-        self._last = PoolReport(note="it was never in use: give it to a Trainer as a callback, or enter it by 'with'")
+        self._last = PoolReport(note="it was never in use; give it to a Trainer as a callback, or use it in a `with`")
         self._entered, self._in_trainer = 0, False
 
     def __getstate__(self) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Say what `retime advise` takes."""
     add_job_options(command)
     command.add_argument("--devices", type=int, metavar="N", help="local ranks of methods for several (default 2)")
-    command.add_argument("--memory", metavar="BYTES", help="what training may take, such as 8GiB")
+    command.add_argument("--memory", metavar="BYTES", help="memory that training may take, such as 8GiB")
     command.add_argument("--seconds", type=float, default=60.0, help="at most, for each method (default 60)")
     command.add_argument(
         "--only", action="append", default=[], metavar="METHOD", help="try these alone, such as fused_optimizer"
@@ -321,7 +321,7 @@ class _Measuring:
         """Why it need not be tried."""
         refused = [row.why for row in self._advice.rows if row.method.strategy == method.strategy]
         if any(_FLOOR in why for why in refused):
-            return "a larger budget was below the floor already"
+            return "a larger budget was too small already"
         if method.callback == "ParallelScanBackward":
             return str(self._advice.facts["no_scan"])
         if method.ranks and self._advice.devices < 2:
@@ -448,7 +448,7 @@ class _Measuring:
         answer, done = settled(other, row.method.warm_steps, limit)
         row.why, row.notes, row.report = no_effect(answer["said"]), notes_of(answer["said"]), answer["report"]
         if done < row.method.warm_steps:
-            row.notes.append(f"it settles in {row.method.warm_steps} steps, of which {done} ran in half of --seconds")
+            row.notes.append(f"it settles after {row.method.warm_steps} steps; {done} ran in half of --seconds")
         before, after = in_turns(base, other, limit, _ROUNDS)
         row.peak_bytes = max(peak for _, peak in after)
         return [ms for ms, _ in before], [ms for ms, _ in after]
@@ -500,7 +500,7 @@ class _Measuring:
         row.gain, row.verdict = Spread(gains[0], min(gains), max(gains)), _SIMULATED
         row.notes.append(
             f"simulated, not measured: layers timed one by one take {alone_ms / advice.plain_ms:.0%} of the measured "
-            "step. The range has the gain with these times and with times that add up to the step."
+            "step. The range is that of the gains with these times and with times scaled to add up to the step."
         )
 
 

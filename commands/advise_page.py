@@ -69,7 +69,7 @@ def advice(whole: Whole) -> Iterator[str]:
             f"the step as it is; {row['result']}."
         )
         for note in row["notes"]:
-            yield f"Mind: {note}"
+            yield f"Note: {note}"
         if not row["confirmed"]:
             yield "It was measured once only."
         threads, kept = row["threads"], row["kept_heap"]

@@ -86,7 +86,7 @@ def job_of(options: argparse.Namespace, words: Sequence[str]) -> Job:
         ValueError: it names none.
     """
     if options.accumulate < 1:
-        raise ValueError(f"--accumulate {options.accumulate}: a step takes gradients of 1 batch or more")
+        raise ValueError(f"--accumulate {options.accumulate}: give 1 batch or more")
     given = given_by(options, words)
     job = _lightning_job(given) if isinstance(given.model, LightningModule) else _supervised_job(given)
     if options.accumulate > 1:
@@ -144,7 +144,7 @@ def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Given:
     (reference,) = words
     model, batch = called(reference, options.batch)
     if next(model.parameters(), None) is None:
-        raise ValueError(f"{reference} returned a {type(model).__name__} without parameters: nothing of it is trained")
+        raise ValueError(f"{reference} returned a {type(model).__name__} that has no parameters to train")
     model = model.to(options.device).train()
     return Given(model, _on(options.device, _first_batch(batch)), _named_optimizer(options))
 

@@ -145,7 +145,7 @@ def _floor_of(shape: PlannedShape, ask: Ask, say: Say) -> BudgetError:
     """What a refusal would say of this step. A step that fits was not asked what it needs at least."""
     if shape.choice.floor is not None:
         return shape.choice.floor.refusal(0)
-    say("the step fits; finding out what the smallest budget is")
+    say("the step fits; searching for the smallest budget")
     lines = count()
     try:
         ask(1, lambda text: say(text) if next(lines) else None)  # the first tells the budget
@@ -201,7 +201,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_job_options(command)
     command.add_argument("--budget", default="90%", help="bytes, '8GiB' or '90%%' of the device (default)")
     command.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches whose gradients add up")
-    command.add_argument("--ddp", action="store_true", help="one rank of DDP: its buckets count, and gloo's sums")
+    command.add_argument("--ddp", action="store_true", help="one rank of DDP, with its buckets and gloo's sums")
     command.add_argument(
         "--gradient-as-bucket-view", action="store_true", help="with --ddp: DDP's argument of that name"
     )

@@ -67,6 +67,8 @@ def add_contents(_: Sphinx, page: str, source: list[str]) -> None:
     elif page == "results/README":
         # its anchors are HTML, which a code host shows; Sphinx knows those of spans
         source[0] = re.sub(r'<a id="([^"]+)"></a>', r"[]{#\1}", source[0]) + _table(":glob:", "**/result")
+    if page.startswith("results/"):  # their tables take the place of the list of sections
+        source[0] = "---\nhide-toc: true\n---\n" + source[0]
 
 
 def _table(*lines: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import textwrap
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,6 @@ COLUMNS = 100
 """A printed line has at most so many characters."""
 _MOST_LINES = {"": 4, "plain": 4, "measured": 4, "try next": 3}
 """Of each part; 15 together."""
-_VERBS = "use|choose|give|set|leave|pass on|remove|drop|take|convert|derive|write|offload|call|if they do not"
-_REMEDY = re.compile(rf"[;:.] (?=(?:{_VERBS})\b)", re.IGNORECASE)
 
 
 def each_because(counts: Mapping[str, int], what: str) -> list[str]:
@@ -28,8 +25,8 @@ class Report:
     """A mixin for what ``report()`` returns, mostly a dataclass of counts.
 
     Printed, it says in at most 15 lines of 100 columns what was done, what stayed plain and why, what was measured, and
-    what to try next. Each of these is a list of texts. A reason that ends with what to change (``"a GradScaler has to
-    see all gradients; use precision='bf16-mixed'"``) is cut there, and the end is printed as what to try.
+    what to try next. Each of these is a list of texts. A reason that can be helped ends with a semicolon and what to
+    change (``"a GradScaler has to see all gradients; use precision='bf16-mixed'"``), which is printed as what to try.
     """
 
     @abstractmethod
@@ -85,9 +82,9 @@ class Report:
 
 
 def _cut(reason: str) -> tuple[str, str]:
-    """Return the cause, and what to change, which may be empty."""
-    cause, *remedy = _REMEDY.split(reason, maxsplit=1)
-    return cause, "".join(remedy)
+    """Return the cause, and what to change, which may be empty: what follows the last semicolon."""
+    cause, semicolon, remedy = reason.rpartition("; ")
+    return (cause, remedy) if semicolon else (reason, "")
 
 
 def _lines(label: str, texts: Sequence[str], most: int) -> list[str]:

@@ -29,26 +29,26 @@ def obstacle(module: nn.Module) -> str | None:
             f"already {kind.__name__}(solver={module.solver!r}); to change that, set its .solver or convert_back first"
         )
     if isinstance(module, nn.RNNCellBase):
-        return f"{kind.__name__} is called once a step by other code: use torch.nn.{kind.__name__.removesuffix('Cell')}"
+        return f"{kind.__name__} is called once a step by other code; use torch.nn.{kind.__name__.removesuffix('Cell')}"
     if not isinstance(module, nn.RNNBase):
-        return "it is compiled by torch.jit: convert before scripting"
+        return "it is compiled by torch.jit; convert before scripting"
     if kind not in SCANS:
         return _of_another_class(module)
     if "forward" in vars(module):
-        return "its forward was replaced on the instance (offloading hooks do that): convert before"
+        return "its forward was replaced on the instance (offloading hooks do that); convert before"
     if module.proj_size:
         return f"proj_size={module.proj_size}: there is no scan over projected states; set proj_size=0"
     if getattr(module, "qconfig", None) is not None:
-        return "it has a quantization config, and torch finds what to quantize by class: convert_back before quantizing"
+        return "it has a quantization config, and torch finds what to quantize by class; convert_back before quantizing"
     return None
 
 
 def _of_another_class(module: nn.Module) -> str:
     kind = type(module)
     if parametrize.is_parametrized(module):
-        return "it has parametrizations: convert first, then register them"
+        return "it has parametrizations; convert first, then register them"
     if kind.__name__.startswith("FSDP"):
-        return "fully_shard has changed its class: convert first, then shard"
+        return "fully_shard has changed its class; convert first, then shard"
     base = next((plain.__name__ for plain in SCANS if isinstance(module, plain)), "RNNBase")
     advice = f"derive it from Scan{base}" if base != "RNNBase" else "write it on ScanRNN, ScanGRU or ScanLSTM"
-    return f"{kind.__name__} is a subclass of torch.nn.{base} whose own code may need that class: {advice}"
+    return f"{kind.__name__} is a subclass of torch.nn.{base} whose own code may need that class; {advice}"

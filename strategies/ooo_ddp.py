@@ -33,7 +33,7 @@ from retime.strategies.support.lightning_private import ddp_options, timeout_of
 CHECKPOINT_KEY = "retime_ooo_ddp"
 FIXED_BUCKET_MB = 4
 """With deterministic algorithms, where nothing that changes sums may depend on a measurement."""
-MANUAL = "manual optimization decides by itself which gradients it wants; the order of its backward passes stays"
+MANUAL = "manual optimization decides by itself which gradients it wants, so the order of backward passes stays"
 
 
 class OOODataParallelStrategy(HostReductionMixin, LightningOnly, StepsFused, DDPArguments):

@@ -212,9 +212,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._owners_before = None
         pipeline, data = sizes_of(self.world_size, *self._sizes)
         if pipeline == 1:
-            warn_no_effect(
-                f"strategy={self.strategy_name!r} has no effect: with one rank there are no stages to share out"
-            )
+            warn_no_effect(f"strategy={self.strategy_name!r} has no effect: a pipeline needs two ranks or more")
             if data == 1:
                 return
         if pipeline > 1:
@@ -440,7 +438,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             load_into_meta(self.lightning_module, checkpoint["state_dict"], strict)
             return
         if self._step is not None and not self._step.is_spread and self._without_values:
-            raise ValueError("a model that was built on the meta device is loaded by ckpt_path, in front of the fit")
+            raise ValueError("a model built on the meta device is loaded before training: use fit(ckpt_path=...)")
         with nullcontext() if self._step is None else self._step.whole():
             super().load_model_state_dict(checkpoint, strict)
 

@@ -119,14 +119,12 @@ def is_declared(optimizer: Optimizer) -> bool:
 def _why_not_this_option(optimizer: Optimizer) -> str | None:
     """The reason why a per-parameter class of another library is not with the options that it was made with."""
     if optimizer.defaults.get("gradient_release"):
-        return "has gradient_release=True, by which its own hooks update in the backward pass; make it without"
+        return "has gradient_release=True, so its own hooks update in the backward pass; create it without"
     if getattr(optimizer, "bf16_stochastic_round", False):
-        return "has bf16_stochastic_round=True, which draws random numbers parameter after parameter; make it without"
+        return "has bf16_stochastic_round=True, which draws random numbers parameter after parameter; create it without"
     settings = getattr(optimizer, "mng", None)
     if getattr(settings, "pid2config", None) or getattr(settings, "module_weight_config_triple", None):
-        return (
-            "finds settings of GlobalOptimManager by a parameter's number in its group; make it without such settings"
-        )
+        return "finds settings of GlobalOptimManager by a parameter's number in its group; create it without them"
     return None
 
 

@@ -150,7 +150,7 @@ class Source:
                 path.unlink(missing_ok=True)
                 made_by = self._compiler()[0]
                 return NoLibraryError(
-                    f"what {made_by} made is not the library of {self.what} ({error}): name another compiler in CXX"
+                    f"what {made_by} made is not the library of {self.what} ({error}); name another compiler in CXX"
                 )
         except NoLibraryError as error:
             return error
@@ -184,7 +184,7 @@ class Source:
         """Put the library at ``target``.
 
         Raises:
-            NoLibraryError: there is no compiler, or it fails.
+            NoLibraryError: there is no compiler, or it fails, or takes longer than two minutes.
         """
         home = Path(torch.__file__).parent
         torch_paths = [f"-I{home / 'include'}"]
@@ -194,13 +194,18 @@ class Source:
         command = [*compiler, *self._options(), str(self.folder / self.main), "-o", str(target), *torch_paths]
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired as error:
+            raise NoLibraryError(
+                f"{self.what} cannot be compiled: {compiler[0]} was stopped after {_TIMEOUT_S:g} s; "
+                "use another compiler (CXX names it), or start again on a machine that is less busy"
+            ) from error
+        except (OSError, ValueError) as error:
             raise NoLibraryError(
                 f"{self.what} cannot be compiled: {error}; install a C++ compiler, or name it in CXX"
             ) from error
         if run.returncode or not target.is_file():
-            said = run.stderr[-500:] or f"it made nothing, and ended with {run.returncode}"
-            raise NoLibraryError(f"{self.what} cannot be compiled by {compiler[0]}, name another one in CXX: {said}")
+            said = run.stderr[-500:].strip() or f"it made nothing, and ended with {run.returncode}"
+            raise NoLibraryError(f"{self.what} cannot be compiled by {compiler[0]}: {said}; name another one in CXX")
 
 
 def _cache_home() -> Path:

@@ -457,10 +457,9 @@ class CompiledCode:
         if self._met and not self._warned:
             self._warned = True
             warn_difference(
-                "code under torch.compile runs uncompiled in steps that the budget splits or offloads: what it saves "
-                "for its backward pass is not known to a plan. So weights are the uncompiled model's, and differ from "
-                "the compiled one's as far as compiling rounds differently. Give a budget that the plain step fits "
-                "into, or leave out torch.compile"
+                "code under torch.compile runs uncompiled in steps that the budget splits or offloads: a plan cannot "
+                "know what compiled code saves for its backward pass. So weights are those of the uncompiled model, "
+                "which rounds differently. Give a budget that the plain step fits into, or leave out torch.compile"
             )
 
     def _note(self) -> None:

@@ -622,8 +622,8 @@ class LayerHooks:
             layer.why_buffered = piece.reason
             if piece.reason == USED_TWICE and not self._first_pass.is_on:
                 warn_difference(
-                    f"the order of {layer.name!r} does not change from now on: {USED_TWICE}, which it did not in the "
-                    "first step, and in this one they may round differently; use k=0 to rule that out"
+                    f"the gradients of {layer.name!r} stay in order from now on: {USED_TWICE}. It did not in the first "
+                    "step, so they may round differently in this one; use k=0 to rule that out"
                 )
         if self._first_pass.is_on:
             self._first_pass.note_call(call, outputs)

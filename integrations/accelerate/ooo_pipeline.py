@@ -119,7 +119,7 @@ class OutOfOrderPipeline:
         self._elsewhere: list[nn.Parameter] = []
         self._last_report = PipelineReport()
         if stages == 1:
-            warn_no_effect("OutOfOrderPipeline has no effect: with one rank there are no stages to share out")
+            warn_no_effect("OutOfOrderPipeline has no effect: a pipeline needs two processes or more")
         if accelerator.num_processes == 1:
             keep_in_folders(accelerator, model, self.state_dict, self._refuse_parts)
             return

@@ -67,5 +67,5 @@ class StateFile:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            warn_no_effect(f"{path} has no effect, it cannot be read: {error}")
+            warn_no_effect(f"{path} has no effect, as it cannot be read: {error}")
             return None

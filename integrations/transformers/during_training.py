@@ -159,7 +159,7 @@ class _Given(TrainerCallback):  # type: ignore[misc]  # transformers is not foll
             self._in_train = False
         if not self._begun:
             warn_no_effect(
-                f"{names} had no effect: the train() of {type(self._trainer).__name__} told no callback that it began"
+                f"{names} had no effect: the train() of {type(self._trainer).__name__} does not call on_train_begin"
             )
         return output
 
@@ -172,7 +172,7 @@ class _Given(TrainerCallback):  # type: ignore[misc]  # transformers is not foll
         """Put the objects on."""
         if not self._in_train:
             names = " and ".join(type(one).__name__ for one in self.objects)
-            warn_no_effect(f"{names} had no effect on this training, which had begun before: give it before train()")
+            warn_no_effect(f"{names} had no effect on this training, which had already begun: give it before train()")
             return
         self._take_off()  # auto_find_batch_size begins again with fewer samples
         self._begun = True

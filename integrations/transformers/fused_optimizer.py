@@ -118,8 +118,8 @@ class FusedOptimizer(DuringTraining):
             if not self._told:
                 self._told = True
                 warn_difference(
-                    "the log has no grad_norm: backward fusion has used gradients up when the Trainer asks for their "
-                    "norm. Use mode='forward' if it is wanted"
+                    "the log has no grad_norm: backward fusion frees gradients before the Trainer asks for their norm. "
+                    "Use mode='forward' to log it"
                 )
             return None
 

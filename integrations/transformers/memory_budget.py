@@ -126,5 +126,5 @@ class MemoryBudget(DuringTraining):
         if self._trainer.state.global_step and not self._batches:
             warn_no_effect(
                 f"MemoryBudget had no effect: the training_step of {type(self._trainer).__name__} did not call "
-                "compute_loss, which is what a budget is kept around"
+                "compute_loss, which is the call that runs within a budget"
             )

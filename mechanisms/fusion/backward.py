@@ -288,12 +288,12 @@ def refuse_new_hyper_parameters(window: PartialOptimizer, optimizer: Optimizer) 
 # Why an update waits for ``optimizer.step()``, although its gradient is complete.
 
 OTHER_HOOKS = (
-    "with post-accumulate-grad hooks of others, which would find the gradient used up; remove the hooks, or use "
+    "with post-accumulate-grad hooks of others, which would find the gradient freed; remove the hooks, or use "
     "mode='forward'"
 )
 ALIASED = (
     "that share memory with another tensor or array (.data, .detach(), .numpy()), since backward may still need the "
-    "old values through it and no version check would tell; drop the alias to fuse"
+    "old values through it and no version check would notice; delete it to fuse them"
 )
 
 

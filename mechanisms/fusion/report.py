@@ -21,8 +21,8 @@ def check_mode(mode: str) -> Mode:
 
 
 _LATE: dict[Mode, str] = {
-    "backward": "of first steps, last buckets and hooked parameters",
-    "forward": "of parameters whose reads cannot be followed",
+    "backward": "first steps, last buckets, parameters with hooks",
+    "forward": "parameters whose reads cannot be seen",
 }
 
 
@@ -57,12 +57,12 @@ class FusionReport(Report):
         ]
 
     def what_stayed_plain(self) -> list[str]:
-        late = [f"{self.late_updates} updates in optimizer.step(): {_LATE[self.mode]}"] if self.late_updates else []
+        late = [f"{self.late_updates} updates in optimizer.step() ({_LATE[self.mode]})"] if self.late_updates else []
         unfused = [f"{count} parameters {reason}" for reason, count in self.unfused.items()]
         return [*late, *unfused, *each_because(self.plain_steps, "steps")]
 
     def what_was_measured(self) -> list[str]:
-        sizes = {"the largest bucket": self.largest_bucket_bytes, "gradients alive at most": self.peak_gradient_bytes}
+        sizes = {"largest bucket": self.largest_bucket_bytes, "peak gradient memory": self.peak_gradient_bytes}
         there = [f"{what}: {show_bytes(size)}" for what, size in sizes.items() if size]
         return [", ".join(there)] if there else []
 

@@ -131,9 +131,8 @@ class FirstSteps:
             outside.put_back()
             self._too_large.add(key)
             self._options.say(
-                "the first step was stopped in its forward pass, as it may not fit without a plan, and runs again: "
-                "what it did to anything but the model, the batch and other tensors has been done once more than "
-                "without a budget"
+                "the first step was stopped in its forward pass, as it may not fit without a plan, and runs again: its "
+                "effects outside of the model, the batch and other tensors, such as lines in a file, are there twice"
             )
             raise
         peak = standing + _TIMES_MADE * allocated.bytes

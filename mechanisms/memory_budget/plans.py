@@ -376,7 +376,7 @@ class BatchPlans:
         paths = self.book.paths(record)
         if not paths.new or shape.certificate is None or record.samples < 2:
             return shape
-        self.options.say("the step computes something else than the one that was planned for")
+        self.options.say("the step computes something else than the planned batch")
         with self.room(record.batch):
             again = self.planner.certify(step, record.batch, among=shape.certificate)
         stopped = paths.accept()
@@ -385,8 +385,8 @@ class BatchPlans:
 
     def _plan_anew(self, step: Step, record: BatchRecord) -> PlannedShape:
         self.options.say(
-            f"planning a batch of {record.samples} samples for {show_bytes(self.planner.budget_bytes)}; nothing of "
-            "it is trained yet, and save_plan() keeps the plan for other runs. Dry runs, a probe and trials call the "
+            f"planning a batch of {record.samples} samples for {show_bytes(self.planner.budget_bytes)}; it is "
+            "trained afterwards, and save_plan() keeps the plan for other runs. Dry runs, a probe and trials call the "
             "step more often than training does; dry_run='off' does without them"
         )
         self.memory.limit(record.batch, self.planner.budget_bytes)
@@ -480,7 +480,7 @@ class BatchPlans:
         reason = "a forward pass saved other storages than planned"
         times = self._report.replanned[reason] = self._report.replanned.get(reason, 0) + 1
         self.book.drop(plan)
-        self.options.say(f"{mismatch}; the next batch of this shape is planned anew")
+        self.options.say(f"{mismatch}; the next batch of this shape is planned again")
         warn_of_mismatches(reason, times)
 
     def hide(self, hidden_bytes: int, batch: Any) -> None:

@@ -221,7 +221,8 @@ class BudgetReport(Report):
         return [did, *(shape.decision for shape in reversed(self.shapes) if not shape.plain)]
 
     def what_stayed_plain(self) -> list[str]:
-        fits = [f"{shape.decision}: as without a budget" for shape in reversed(self.shapes) if shape.plain]
+        plain = (shape.decision.replace("; ", ", ") for shape in reversed(self.shapes) if shape.plain)
+        fits = [f"{decision}: as without a budget" for decision in plain]
         whole = [f"batch of {one.samples} is not split: {one.why_whole}" for one in self.shapes if one.why_whole]
         return [*fits, *whole, *each_because(self.replanned, "replanned")]
 

@@ -312,11 +312,11 @@ class OutOfOrderReport(Report):
     deferred_gradients: int = 0
     """Weight gradients (one a layer and step) that were computed after all output gradients."""
     buffered_gradients: int = 0
-    """Weight gradients that one kernel computes together with the output gradient, and that were handed on later."""
+    """Weight gradients that one kernel computes together with the output gradient, and that were sent later."""
     layers_in_order: dict[str, int] = field(default_factory=dict)
     """Layers that stay in the conventional order, by reason."""
     buffered_layers: dict[str, int] = field(default_factory=dict)
-    """Layers whose weight gradients are computed in order and handed on later, by reason."""
+    """Layers whose weight gradients are computed in order and sent later, by reason."""
     fused_updates: int = 0
     """Parameter updates that waited for their own gradients only, in the next forward pass or at another read."""
     late_updates: int = 0
@@ -351,7 +351,7 @@ class OutOfOrderReport(Report):
         return [
             *(text for text, count in counts.items() if count),
             *each_because(self.layers_in_order, "layers in order"),
-            *each_because(self.buffered_layers, "layers whose gradients are computed in order and handed on later"),
+            *each_because(self.buffered_layers, "layers whose gradients are computed in order and sent later"),
             *each_because(self.plain_steps, "steps without cross-iteration wait"),
             *each_because(self.in_order, "backward passes in order"),
         ]

@@ -202,7 +202,7 @@ def read_saved_k(state: object) -> SavedK | None:
     off = "it is no mapping with k, blocks, bucket_cap_mb and world_size" if saved is None else saved.what_is_off()
     if off is None:
         return saved
-    warn_no_effect(f"the k of an earlier run has no effect, and is found anew: {off}")
+    warn_no_effect(f"the k of an earlier run has no effect, and k is searched for again: {off}")
     return None
 
 

@@ -298,7 +298,7 @@ def warn_of_gradient_hooks(model: nn.Module) -> None:
         others = f" and {len(hooked) - 1} more" if len(hooked) > 1 else ""
         warn_difference(
             f"{hooked[0]!r}{others} has a hook on its gradient (register_hook), which runs once a micro-batch under a "
-            "pipeline, on that one's share: a hook that is not linear, such as a clamp, trains something else there. "
+            "pipeline, on that one's share: a hook that is not linear, such as a clamp, gives other gradients there. "
             "Use microbatches=1, or change gradients in on_before_optimizer_step"
         )
 

@@ -124,7 +124,7 @@ def warn_of_no_list(model: nn.Module, called: LayerList, ranks: int) -> None:
     """Say that the model is cut between the modules that its step calls, which nobody asked for."""
     lists = ", ".join(f"{name!r} ({len(modules)})" for name, modules in _lists(model)) or "none"
     warn_no_effect(
-        f"no Sequential or ModuleList of {ranks} layers or more holds half of the model's parameters, so it is cut "
+        f"no Sequential or ModuleList of {ranks} layers or more holds half of the parameters, so the model is cut "
         f"between the modules that the step calls, {called.names[0]!r} to {called.names[-1]!r}: give layers='auto' if "
         f"that is right, or name a list with layers='path.to.it' (there are: {lists})"
     )

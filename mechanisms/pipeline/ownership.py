@@ -452,7 +452,7 @@ class Ownership:
         fix = "split='even'" if split != "'even'" else "fewer ranks, or layers that hold less each"
         warn_no_effect(
             f"rank {rank} of the pipeline keeps {show_bytes(most)} of {show_bytes(total)} of parameters, "
-            f"{most * len(shares) / total:.2f} of an even share, as split={split} cuts the layers (a layer is not "
+            f"{most * len(shares) / total:.2f} times an even share, as split={split} cuts the layers (a layer is not "
             f"divided, and weights lie on each rank that uses them; the largest there is {largest!r} with "
             f"{show_bytes(nbytes(self.parameters[largest]))}): use {fix}"
         )

@@ -102,21 +102,21 @@ class TwoStreamReport(Report):
     def what_was_done(self) -> list[str]:
         mine = [
             f"two streams: {self.sub_stream} weight gradients of {self.layers} layers ran on the sub-stream, "
-            f"{self.main_stream} on the main stream behind its own work",
+            f"{self.main_stream} on the main stream after its own work",
             f"setting: {self.setting or 'still searching'}",
         ]
-        fused = [] if self.fusion is None else [f"{self.updates} updates right behind their weight gradients"]
+        fused = [] if self.fusion is None else [f"{self.updates} updates right after their weight gradients"]
         return mine + fused + [text for part in self._parts for text in part.what_was_done()]
 
     def what_stayed_plain(self) -> list[str]:
         one = self.setting is not None and not self.setting.two_streams and not self.tried_ms
-        alone = ["all layers, as kernels have one thread: there is no core for the second"] if one else []
+        alone = ["all layers: kernels have one thread, so there is no core for a second stream"] if one else []
         in_order = each_because(self.in_order, "layers in order")
         return alone + in_order + [text for part in self._parts for text in part.what_stayed_plain()]
 
     def what_was_measured(self) -> list[str]:
         tried = ", ".join(f"{setting}: {ms:.1f} ms" for setting, ms in self.tried_ms.items())
-        waited = f"at most {show_bytes(self.held_bytes)} waited for their weight gradients"
+        waited = f"at most {show_bytes(self.held_bytes)} of tensors were kept for weight gradients that waited"
         rest = [text for part in self._parts for text in part.what_was_measured()]
         return [f"steps of the search: {tried}"] * bool(tried) + [waited] + rest
 
@@ -406,7 +406,7 @@ class TwoStreamBackward:
             return
         settings = settings_for(device, threads, graph=bool(self._parts))
         if len(settings) == 1:
-            warn_no_effect("two streams have no effect: kernels have one thread, so there is no core for the second")
+            warn_no_effect("two streams have no effect: kernels have one thread, so there is no core for a second one")
             self._setting = settings[0]
             self._take_off()
             return
@@ -573,8 +573,8 @@ class TwoStreamBackward:
         if layer.why_in_order is None:
             layer.why_in_order = SEVERAL_USES
             warn_difference(
-                f"{layer.name!r} stays in order from now on: {SEVERAL_USES}, which they did not in the first step, and "
-                "in this one they may round differently"
+                f"{layer.name!r} stays in order from now on: {SEVERAL_USES}. They did not in the first step, so "
+                "they may round differently in this one"
             )
 
     def end_jobs(self) -> None:

@@ -49,14 +49,14 @@ from retime.mechanisms.two_streams.static_code import StaticCode
 
 LEAST_LAYERS = 2
 FEW = f"they are in no module with {LEAST_LAYERS} such layers"
-FIRST = "no backward pass has shown yet in which form gradients come"
+FIRST = "the form of its gradients is not known before the first backward pass"
 FORMS = "inputs have other shapes, strides or types than before"
 INPUTS = "it was given something other than tensors of its device by position"
-STATE = "modules, parameters, attributes or hooks are others than before"
-SETTINGS = "settings of torch are others than before (autocast, precision, modes)"
+STATE = "modules, parameters, attributes or hooks have changed"
+SETTINGS = "settings of torch have changed (autocast, precision, modes)"
 HOOKS = "its modules have hooks"
 WATCHED = "anomaly detection, saved-tensor hooks or function transforms see each operation"
-OPEN = "the call before it waits for its backward pass"
+OPEN = "the backward pass of the call before it has not run yet"
 USES = "it uses a parameter, or an input that needs a gradient, in several places"
 CASTS = "it is under autocast, whose casts of its weights are shared with other uses of them"
 OUTPUTS = "it returns something other than dense tensors of its own that need gradients"
@@ -167,7 +167,7 @@ class GraphedPart:
                 self.why_not = CASTS
                 warn_difference(
                     f"graph: {self.name or 'the model'!r} runs kernel by kernel from now on: it is called several "
-                    "times in a step, which it was not before, and in this one its gradients may round differently"
+                    "times in a step. It was not before, so its gradients may round differently in this one"
                 )
             return None, None, OPEN
         assert self.two_streams is not None

@@ -91,7 +91,7 @@ class StaticCode:
         functions: list[Any] = []
         for module in self._modules:
             if "forward" in vars(module) and not isinstance(vars(module)["forward"], self._wrappers):
-                yield f"the forward of a {type(module).__name__} is replaced by another"
+                yield f"the forward method of a {type(module).__name__} was replaced"
             if isinstance(module, nn.RNNBase):
                 yield f"{type(module).__name__} keeps its weights in a second place"
             if isinstance(module, torch.jit.ScriptModule):

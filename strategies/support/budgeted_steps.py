@@ -233,7 +233,7 @@ class Budgeted(LightningOnly, Strategy):
         if self._plans is not None:
             self._step.load_state_dict(self._plans)
         budget = show_bytes(self._step.report().budget_bytes)
-        rank_zero_info(f"retime: memory budget {budget}: batches are planned for when the first of their shape comes")
+        rank_zero_info(f"retime: memory budget {budget}: batches are planned when the first of their shape comes")
         self._log = PartLog(module)
         self._results = WholeBatchResults(trainer)
 
@@ -397,8 +397,8 @@ class Budgeted(LightningOnly, Strategy):
 def _check_module(module: LightningModule) -> None:
     if not module.automatic_optimization:
         raise ValueError(
-            "a memory budget needs automatic optimization: with manual optimization nobody knows where a step begins "
-            "and ends. Set automatic_optimization=True, or use retime.mechanisms.memory_budget.BudgetedStep in "
+            "a memory budget needs automatic optimization: with manual optimization it is not known where a step "
+            "begins and ends. Set automatic_optimization=True, or use retime.mechanisms.memory_budget.BudgetedStep in "
             "training_step"
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:

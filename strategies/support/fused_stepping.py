@@ -142,7 +142,7 @@ class FusedStepping:
         self._modules = []
         self._standing = why_aside(Mechanism.fusion(self.mode), mechanisms_of(trainer.strategy))
         if self._standing is None and averages_models(trainer.strategy):
-            self._standing = "post-local SGD averages by gradient after the step"
+            self._standing = "post-local SGD averages the parameters that have a gradient after the step"
         for optimizer in trainer.strategy.optimizers:
             reason = self._why_plain(trainer, module, optimizer)
             if reason is not None:

@@ -41,9 +41,9 @@ _LOG = inspect.signature(LightningModule.log)
 _EXTREMES: tuple[By, ...] = ("max", "min")
 _REDUCED: dict[str, By] = {"sum": "sum", "max": "max", "min": "min"}
 _TEXTS: dict[By, str] = {
-    "weights": "the mean over {them}, weighed by samples or as the loss",
-    "samples": "the mean over {them}, weighed by samples",
-    "batch_size": "the mean over {them}, weighed by the batch_size that each gave",
+    "weights": "the mean over {them}, weighted by samples or as the loss",
+    "samples": "the mean over {them}, weighted by samples",
+    "batch_size": "the mean over {them}, weighted by the batch_size that each gave",
     "sum": "the sum over {them}, as its reduce_fx says",
     "max": "the maximum over {them}, as its reduce_fx says",
     "min": "the minimum over {them}, as its reduce_fx says",
@@ -149,7 +149,7 @@ def shares(
 def _of_some(by: By, parts: str) -> str:
     """What a value is that other parts of the batch did not log."""
     those = _TEXTS[by].format(them="those")
-    return f"was logged by some {parts} only, and is {those}: the whole batch may have logged another"
+    return f"was logged by some {parts} only, and is {those}: the whole batch may have logged another value"
 
 
 def _extreme(values: Sequence[Any], by: By) -> Any:
@@ -178,7 +178,7 @@ def _copied(value: Any) -> Any:
 # Sub-batches of a memory budget.
 
 _SIZE_IN_DOUBT = (
-    "has the sum of the sub-batches' batch_size as its weight in an epoch's mean: they did not add up to the whole's"
+    "is weighted in an epoch's mean by the sum of the sub-batches' batch_size, which was not that of the whole batch"
 )
 
 
@@ -264,7 +264,7 @@ class PartLog:
         for call in self._seen.values():
             self._note(call.key, _doubt_before(call, parts.certificate))
         places = {place_of(key) for call in self._seen.values() for key in (call.key, call.size_key)}
-        averaged = "is the mean over sub-batches, weighed by samples: no sum of their values gave the whole batch's"
+        averaged = "is the mean over sub-batches, weighted by samples: no sum of their values gave the whole batch's"
         for place in parts.guessed - places:
             self._doubts.setdefault(place, f"{_called(place)} {averaged}")
         for key in sorted(self._doubts.keys() - self._warned):
@@ -458,9 +458,9 @@ class PipelineLog:
         if any(abs(weight - size / sum(samples)) > _SAME for weight, size in zip(weights, samples, strict=True)):
             for key in self._either:
                 warn_difference(
-                    f"the logged value {key!r} is a mean over samples or over what the loss is a mean over, which were "
-                    "the same in the first batch and are not in this one: under a pipeline it is taken for a mean over "
-                    "samples from now on. Log the tensor in place of a number of Python's, which does not tell",
+                    f"the logged value {key!r} may be a mean over samples or over what the loss is a mean over. In the "
+                    "first batch both were the same, and in this one they are not: a pipeline takes it as a mean over "
+                    "samples from now on. Log a tensor, which shows what it is, in place of a Python number",
                     every_rank=True,  # only the last stage's knows
                 )
             self._either.clear()
@@ -476,10 +476,9 @@ class PipelineLog:
         if key not in self._ways and call.reduced is None and not alike:
             self._ways[key] = self._fallback
             warn_difference(
-                f"the logged value {key!r} was not logged in the first batch, which shows how a pipeline has to put "
-                "such values together from micro-batches: it is taken for a mean over what the loss is a mean over, or "
-                "over samples where that is a sum. Log it in each batch, or a torchmetrics object, which sees all "
-                "samples",
+                f"the logged value {key!r} was not logged in the first batch, from which a pipeline learns how to "
+                "combine the values of micro-batches: it is taken as a mean over what the loss is a mean over, or over "
+                "samples if the loss is a sum. Log it in each batch, or a torchmetrics object, which sees all samples",
                 every_rank=True,  # only the last stage's knows
             )
         by = self._ways.get(key, call.assumed)
@@ -503,15 +502,15 @@ class PipelineLog:
             if isinstance(call.value, _MetricPath):
                 if call.options.get("on_step") is not False:
                     warn_difference(
-                        f"the metric {call.name!r} is logged in each step: what is shown there is its last "
-                        "micro-batch's under a pipeline, and the epoch's value is that of all samples: log it with "
+                        f"the metric {call.name!r} is logged in each step: under a pipeline that is the value of the "
+                        "step's last micro-batch, while the epoch's value counts all samples. Log it with "
                         "on_step=False, on_epoch=True"
                     )
                 continue
             self._ways[key], why = self._way(look, weights, call)
             if why:
                 warn_difference(
-                    f"the logged value {key!r} is put together from micro-batches under a pipeline, and is not the "
+                    f"the logged value {key!r} is combined from micro-batches under a pipeline, and is not the "
                     f"whole batch's: {why}. Log the means or sums over samples that it is computed from, or a "
                     "torchmetrics object, which sees all samples"
                 )
@@ -539,7 +538,7 @@ class PipelineLog:
         if ways == _WAYS and head is None:
             unlike = len(look.examples) > 1 and any(len(_values(key, _counted(one))) > 1 for one in look.examples)
             if not unlike and _is_read(key, look) and not share_of_loss:
-                return fallback, "it is no tensor, and the first batch does not show of unlike micro-batches what it is"
+                return fallback, "it is a Python number, and the first batch's micro-batches do not show what it is"
         alike = all(len(_values(key, (one.whole, *one.parts))) == 1 for one in look.examples)
         if ways == _WAYS and look.examples and alike:
             return "samples", ""
@@ -558,9 +557,9 @@ class PipelineLog:
         for name, metric in self._metrics.items():
             if isinstance(metric, BaseAggregator) and metric.update_count != self._counts[name]:
                 warn_difference(
-                    f"{type(metric).__name__} {name!r} takes a value from each micro-batch under a pipeline, in place "
-                    "of one from each batch, and gives another result where that is no mean over equally many "
-                    "samples: give update() the number of samples as weight, or use self.log(..., on_epoch=True)"
+                    f"{type(metric).__name__} {name!r} takes a value from each micro-batch under a pipeline, not one "
+                    "from each batch, so its result differs unless all values are means over equally many samples: "
+                    "give update() the number of samples as weight, or use self.log(..., on_epoch=True)"
                 )
 
     def publish(self, logged: Any, *, changed_here: bool) -> None:
@@ -588,8 +587,8 @@ class PipelineLog:
             path = next((path for path, one in self._metrics.items() if one is value), None)
             if path is None:
                 raise ValueError(
-                    f"the metric logged as {name!r} is no attribute of the module: other ranks of the pipeline cannot "
-                    "find it; make it one"
+                    f"the metric logged as {name!r} is not an attribute of the module: make it one, so that the other "
+                    "ranks of the pipeline find it"
                 )
             value = _MetricPath(path)
         record(self._module, calls, name, value, *arguments, **options)

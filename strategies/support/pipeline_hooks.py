@@ -22,7 +22,7 @@ from retime.mechanisms.pipeline import PipelineStep, is_on_meta, refuse_part_of_
 def check_pipeline_fit(module: LightningModule, trainer: Trainer, precision: Precision) -> None:
     if not module.automatic_optimization:
         raise ValueError(
-            "a pipeline needs automatic optimization: with manual optimization nobody knows where a step begins and "
+            "a pipeline needs automatic optimization: with manual optimization it is not known where a step begins and "
             "ends. Set automatic_optimization=True, or use retime.mechanisms.pipeline.PipelineStep in a loop of yours"
         )
     if is_overridden("backward", module):
@@ -154,16 +154,16 @@ class KeptAttributes:
         if self._names:
             warn_difference(
                 f"training_step keeps {', '.join(map(repr, self._names))} on the module: under a pipeline it runs once "
-                "a micro-batch, and comes past its layers only on the rank of the last stage, so hooks find other "
+                "a micro-batch, and to its end only on the rank of the last stage. Hooks find the last micro-batch's "
                 "values there, and old ones on other ranks. Return them in training_step's dictionary, which "
                 "on_train_batch_end gets for the whole batch on all ranks, or use self.log()"
             )
 
         if self._logs:
             warn_difference(
-                "training_step writes to self.logger: under a pipeline it runs once a micro-batch, and comes past its "
-                "layers only on the rank of the last stage, while loggers write on the first. Use self.log(), or write "
-                "in on_train_batch_end"
+                "training_step writes to self.logger: under a pipeline it runs once a micro-batch, and to its end only "
+                "on the rank of the last stage, while loggers write on the first. Use self.log(), or write in "
+                "on_train_batch_end"
             )
 
     def _found(self) -> dict[str, tuple[int, int]]:

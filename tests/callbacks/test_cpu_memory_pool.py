@@ -119,7 +119,7 @@ def test_it_ends_with_the_outermost_of_its_uses():
 def test_one_that_was_never_entered_says_so():
     pool = CPUMemoryPool()
     assert pool.report().what_stayed_plain() == [
-        "it was never in use: give it to a Trainer as a callback, or enter it by 'with'"
+        "it was never in use; give it to a Trainer as a callback, or use it in a `with`"
     ]
     with pool:
         pass

@@ -203,7 +203,7 @@ def test_a_smaller_budget_than_a_refused_one_is_not_tried(tmp_path: Path, capsys
     assert f"budget {25 * MIB}" not in [one[0] for one in Fake.started]
     assert next(row["why"] for row in whole["methods"] if row["name"] == "memory_budget, 50 % of peak") == why
     said = " ".join(capsys.readouterr().out.split())
-    assert "at least 1.5 MiB are needed at 'net.1' memory_budget, 25 % of peak: a larger budget was below" in said
+    assert "at least 1.5 MiB are needed at 'net.1' memory_budget, 25 % of peak: a larger budget was too small" in said
 
 
 def test_one_device(tmp_path: Path) -> None:

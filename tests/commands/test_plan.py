@@ -375,7 +375,7 @@ def test_an_unknown_option_is_none_of_the_overrides(capsys: pytest.CaptureFixtur
         ((f"{__name__}:a_module",), "is a Linear: write package.module:function"),
         ((f"{__name__}:Net",), "is a class of modules: write"),
         ((f"{__name__}:needs_a_path",), "needs path: give each a default"),
-        ((f"{__name__}:unparametrised",), "returned a ReLU without parameters"),
+        ((f"{__name__}:unparametrised",), "returned a ReLU that has no parameters"),
         ((f"{__name__}:no_targets",), "a tuple of 1: for a plain nn.Module give (inputs, targets)"),
         ((f"{__name__}:stepless",), "Stepless has no training_step"),
         ((f"{__name__}:plain_model", "--batch", "0"), "--batch 0: give 1 or more"),

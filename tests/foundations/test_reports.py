@@ -27,7 +27,7 @@ from retime.schedules.budget import OffloadPlan
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("foundations", "mechanisms", "modules", "strategies", "callbacks", "integrations")
 PARTS = ["  plain:    ", "  measured: ", "  try next: "]
-REASON = "it has a name of eighty characters, as modules in deep networks do, and reads what is not its own; use {}"
+REASON = "it has a name of eighty characters, as modules in deep networks do, and reads what is not its own; rename {}"
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
@@ -167,7 +167,7 @@ def test_two_streams_that_were_taken_off_point_to_fused_updates() -> None:
 def test_a_batch_that_is_not_split_says_what_would_let_it() -> None:
     report = BudgetReport(100, shapes=[shape(4)])
     assert report.what_stayed_plain() == [f"batch of 4 is not split: {REASON.format(4)}"]
-    assert report.what_to_try() == ["use 4"]
+    assert report.what_to_try() == ["rename 4"]
 
 
 def test_no_pool_says_why() -> None:

@@ -234,9 +234,9 @@ def to_be_quantized():
         (lambda: OwnGRU(WIDTH, HIDDEN), "OwnGRU is a subclass of torch.nn.GRU .* derive it from ScanGRU"),
         (OwnCell, "OwnCell is a subclass of torch.nn.RNNBase"),
         (lambda: nn.LSTM(WIDTH, HIDDEN, proj_size=2), "proj_size=2: there is no scan over projected states"),
-        (lambda: nn.GRUCell(WIDTH, HIDDEN), "GRUCell is called once a step by other code: use torch.nn.GRU"),
+        (lambda: nn.GRUCell(WIDTH, HIDDEN), "GRUCell is called once a step by other code; use torch.nn.GRU"),
         (replaced_forward, "its forward was replaced on the instance"),
-        (with_parametrization, "it has parametrizations: convert first"),
+        (with_parametrization, "it has parametrizations; convert first"),
         (to_be_quantized, "it has a quantization config"),
         (lambda: ScanGRU(WIDTH, HIDDEN, solver="chunk"), r"already ScanGRU\(solver='chunk'\); to change"),
         (lambda: OwnScan(WIDTH, HIDDEN), r"already OwnScan\(solver='auto'\)"),
@@ -262,7 +262,7 @@ def test_scripted_modules_are_left():
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(nn.GRU(WIDTH, HIDDEN))
     report = convert(nn.ModuleDict({"plain": nn.GRU(WIDTH, HIDDEN), "scripted": scripted}))
-    assert report.skipped == {"scripted": "it is compiled by torch.jit: convert before scripting"}
+    assert report.skipped == {"scripted": "it is compiled by torch.jit; convert before scripting"}
 
 
 def test_nothing_to_convert():

@@ -79,7 +79,7 @@ def test_on_the_meta_device_only_a_fit_gives_values(tmp_path: Path) -> None:
 def test_one_process_trains_as_ever(tmp_path: Path) -> None:
     module = Classifier()
     fit = trainer("ooo_pipeline", tmp_path, devices=1, max_steps=2)
-    with pytest.warns(NoEffectWarning, match="with one rank there are no stages"):
+    with pytest.warns(NoEffectWarning, match="a pipeline needs two"):
         fit.fit(module, loader(), loader())
     assert fit.global_step == 2
     assert "no step yet" in str(fit.strategy.report())
@@ -163,14 +163,12 @@ def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
     assert last["said"] == {"counting": [], "perplexity": []}
     spread, recent, mean = first["said"]["counting"]
     assert mean.startswith("MeanMetric 'recent' takes a value from each micro-batch")
-    assert spread.startswith("the logged value 'spread' is put together from micro-batches")
+    assert spread.startswith("the logged value 'spread' is combined from micro-batches")
     assert "it goes through `std`" in spread
-    assert recent.startswith(
-        "the metric 'recent' is logged in each step: what is shown there is its last micro-batch's"
-    )
+    assert recent.startswith("the metric 'recent' is logged in each step: under a pipeline that is the value of the")
     said = dict(zip(TOLD, first["said"]["perplexity"], strict=True))
     for name, text in said.items():
-        assert text.startswith(f"the logged value {name!r} is put together from micro-batches under a pipeline")
+        assert text.startswith(f"the logged value {name!r} is combined from micro-batches under a pipeline")
         assert TOLD[name] in text, (name, text)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

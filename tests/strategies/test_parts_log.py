@@ -119,7 +119,7 @@ def test_numbers_of_python(draws: bool) -> None:
     _, said = shown(Module(lambda error: error.mean(), logs, draws), batch(marked=2))
     named = [text.split("'")[1] for text in said]
     assert named == ["any", "marked", "counted", *(["of loss"] if draws else [])]
-    assert all("it is no tensor" in text for text in said)
+    assert all("it is a Python number" in text for text in said)
 
 
 def test_what_a_part_without_labels_logs_hides_nothing() -> None:

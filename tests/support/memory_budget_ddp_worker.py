@@ -321,7 +321,7 @@ def what_changes_in_mid_run_is_right_at_once() -> None:
         for ranks in ((0, 1), (1,)):
             changes = RANK in ranks
             said = (
-                pytest.warns(NoEffectWarning, match="from this batch on .* It runs anew") if changes else nullcontext()
+                pytest.warns(NoEffectWarning, match="from this batch on .* It runs again") if changes else nullcontext()
             )
             with said:
                 _, ours = compare(partial(kind, ranks), tolerance=1e-5)
@@ -347,7 +347,7 @@ def a_first_part_that_reduces_begins_again() -> None:
         labels = torch.randint(CLASSES, (BATCH,))
         labels[::3] = labels[counted:] = -100
         own.append((torch.randn(BATCH, FEATURES), labels))
-    said = pytest.warns(NoEffectWarning, match="from this batch on .* It runs anew") if RANK else nullcontext()
+    said = pytest.warns(NoEffectWarning, match="from this batch on .* It runs again") if RANK else nullcontext()
     with said:
         compare(partial(WeighsFew, (1,)), served(own), 1e-5)
 

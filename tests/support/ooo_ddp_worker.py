@@ -385,7 +385,7 @@ def k_is_kept_in_the_checkpoint() -> None:
     torch.save(kept, path)
     tampered = OOODataParallelStrategy(k="auto", bucket_cap_mb=1)
     anew = trainer(folder, strategy=tampered, max_steps=72, max_epochs=-1, enable_checkpointing=False)
-    with first_rank_warns("k of an earlier run has no effect, and is found anew: k is no whole"):
+    with first_rank_warns("k of an earlier run has no effect, and k is searched for again: k is no whole"):
         anew.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
 
 

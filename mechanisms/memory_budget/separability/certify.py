@@ -243,7 +243,7 @@ def compared(
     except Exception as error:  # whatever a step says to tensors without values
         reason = (
             f"whether the step does the same with {max(sizes)} samples as with {certificate.samples} is not known, as "
-            f"the step does not run without values ({_first_line(error)}). {_WHAT_TO_DO}"
+            f"the step does not run without values ({_first_line(error)}); {_WHAT_TO_DO}"
         )
         return Certificate(None, reason, samples=certificate.samples)
     for size, run in zip(wanted, runs, strict=True):
@@ -255,7 +255,7 @@ def compared(
         if reason:
             reason = (
                 f"the step does something else with more samples than with fewer: with {size} and "
-                f"{certificate.samples} samples {reason}. {_WHAT_TO_DO}"
+                f"{certificate.samples} samples {reason}; {_WHAT_TO_DO}"
             )
             return Certificate(None, reason, samples=certificate.samples)
     return _known_sizes(certificate, sizes)
@@ -274,7 +274,7 @@ def _together(weightings: Sequence[Weighting]) -> str:
 
 
 _WHAT_TO_DO = (
-    "Use a mean or a sum over samples or labels, or give loss_weight(part), which counts what the loss of a part is a "
+    "use a mean or a sum over samples or labels, or give loss_weight(part), which counts what the loss of a part is a "
     "mean over, or offload only"
 )
 
@@ -352,7 +352,7 @@ def certify(
     if unsure and all(p.device.type != "mps" for p in model.parameters()):
         certificate = examiner.examine_precisely(given) or certificate
     if certificate.separable and among is not None and _weightings(among) != _weightings(certificate):
-        reason = f"the loss is a {certificate.weighting} now, and was a {among.weighting}. Offload only"
+        reason = f"the loss is a {certificate.weighting} now, and was a {among.weighting}; offload only"
         return Certificate(None, reason, samples=certificate.samples)
     if certificate.separable:
         return compared(step, batch, model, certificate, {total}, split=split, given=given is not None, ghost=ghost)
@@ -423,7 +423,7 @@ class _Examiner:
             if concluded.separable:
                 counters = prober.depends_on_counters(self._batches[0], range(self._samples), probes[0].full)
                 if counters:
-                    reason = f"{_COUNTS.format(counters)}. Offload only"
+                    reason = f"{_COUNTS.format(counters)}; offload only"
                     concluded = Certificate(None, reason, samples=self._samples)
             if concluded.weighting is not None and set(probes[0].full.scalars.values()) != {probes[0].full.loss}:
                 unlike = prober.unlike(self._batches[0], range(self._samples))
@@ -514,7 +514,7 @@ def _concluded(
         )
         return Certificate(None, reason, layers, worst.error, worst.tolerance, samples)
     if unknown:
-        reason = f"how losses of sub-batches add up cannot be told from the loss: {unknown}. {_WHAT_TO_DO}"
+        reason = f"how losses of sub-batches add up cannot be told from the loss: {unknown}; {_WHAT_TO_DO}"
         return Certificate(None, reason, worst.layers, worst.error, worst.tolerance, samples)
     if all(verdict.fits for verdict in verdicts):
         weighting, *others = candidates
@@ -556,18 +556,18 @@ def _why_not(probes: list[Probe], best: Verdict, given: bool, samples: int) -> s
     if not probes[0].full.gradients:
         return "the loss reaches no parameter of the model, so there is nothing to compare"
     if math.isinf(best.error):
-        return f"the gradient of {samples} samples, or of parts of them, is 0 or has no value. Offload only"
+        return f"the gradient of {samples} samples, or of parts of them, is 0 or has no value; offload only"
     text = f"the gradient of {samples} samples differs by {best.error:.1e} from the best sum over its parts"
     if fitted_error(probes) <= best.tolerance:
         return (
             f"{text}, though some weights would fit: the loss is a mean over something that cannot be counted in the "
-            "batch. Give loss_weight(part), which counts it, or offload only"
+            "batch; give loss_weight(part), which counts it, or offload only"
         )
     if given:
         text += ", weighed as was given"
     return (
         f"{text}, most in {_some(best.layers)}: samples influence one another, as in contrastive losses, or the step "
-        "keeps a state between calls. Offload only"
+        "keeps a state between calls; offload only"
     )
 
 

@@ -140,6 +140,7 @@ def copies(tmp_path: Path) -> Path:
     [
         ("'", 'CXX="\'" is no command'),
         ("no-such-compiler", "no-such-compiler.*install a C\\+\\+ compiler"),
+        ("sh -c 'exec sleep 60'", "^(?!.*install).*sh was stopped after 0.05 s.*another compiler"),
         ("true", "by true.*it made nothing"),
         ("false", "by false.*ended with 1"),
         ("COPIES /dev/null", "copies made is not the library of the pool.*name another compiler in CXX"),
@@ -151,6 +152,7 @@ def test_a_bad_compiler_is_named(
 ) -> None:
     (foreign, *_) = re.findall(r"/\S*/libc\.so\S*", Path("/proc/self/maps").read_text()) or ["/dev/null"]
     monkeypatch.setenv("CXX", compiler.replace("COPIES", str(copies)).replace("FOREIGN", foreign))
+    monkeypatch.setattr(library_module, "_TIMEOUT_S", 0.05 if "sleep" in compiler else 120)
     library = pool_library()
     assert isinstance(library, NoLibraryError)
     assert re.search(reason, str(library), re.DOTALL)

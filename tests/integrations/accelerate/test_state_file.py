@@ -98,6 +98,6 @@ def test_a_file_that_cannot_be_read_is_dropped_with_a_warning(content: bytes, tm
     (tmp_path / "retime_Mine_0.json").write_bytes(content)
     accelerator = plain()
     _, loaded = kept(accelerator)
-    with pytest.warns(NoEffectWarning, match=r"retime_Mine_0\.json has no effect, it cannot be read"):
+    with pytest.warns(NoEffectWarning, match=r"retime_Mine_0\.json has no effect, as it cannot be read"):
         accelerator.load_state(str(tmp_path))
     assert not loaded

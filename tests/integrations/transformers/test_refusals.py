@@ -206,7 +206,7 @@ def test_an_object_that_comes_too_late(tmp_path: Path) -> None:
     given: list[FusedOptimizer] = []
     late = Late()
     plain, one = trainer(tmp_path), trainer(tmp_path, callbacks=[late])
-    with pytest.warns(NoEffectWarning, match=r"which had begun before: give it before train\(\)"):
+    with pytest.warns(NoEffectWarning, match=r"which had already begun: give it before train\(\)"):
         assert_same(fit(plain), fit(one))
     assert given[0].report().steps == 0
     one.remove_callback(late)
@@ -221,7 +221,7 @@ def test_trainers_with_a_loop_of_their_own(tmp_path: Path) -> None:
 
     one = trainer(tmp_path, cls=OwnLoop)
     FusedOptimizer(one, "forward")
-    with pytest.warns(NoEffectWarning, match="the train.. of OwnLoop told no callback that it began"):
+    with pytest.warns(NoEffectWarning, match="the train.. of OwnLoop does not call on_train_begin"):
         one.train()
 
 

@@ -35,11 +35,11 @@ def test_what_was_kept_comes_back() -> None:
     ids=str,
 )
 def test_anything_off_is_dropped_with_one_warning(found: Any) -> None:
-    with pytest.warns(NoEffectWarning, match="k of an earlier run has no effect, and is found anew") as caught:
+    with pytest.warns(NoEffectWarning, match="k of an earlier run has no effect, and k is searched for") as caught:
         assert read_saved_k(found) is None
     assert len(caught) == 1
 
 
 def test_a_report_says_what_it_counts():
     text = " ".join(str(OutOfOrderReport(buffered_layers={"several kernels": 4}, in_order={"k is 0": 2})).split())
-    assert "handed on later because several kernels 2 backward passes in order because k is 0" in text
+    assert "sent later because several kernels 2 backward passes in order because k is 0" in text

@@ -107,7 +107,7 @@ def test_layers_are_cut_evenly_by_fastest_or_by_name():
     assert sum(map(int, fastest.partition(")")[0].strip("(").split(","))) == 12 * layer
     shares, cut, uneven, fewer = named.split("|")
     assert (shares, cut) == (f"({11 * layer}, {layer})", f"({', '.join(['0'] * 11)}, 1)")
-    assert uneven.startswith("rank 0 of the pipeline keeps 897.2 KiB of 978.8 KiB of parameters, 1.83 of an even share")
+    assert uneven.startswith("rank 0 of the pipeline keeps 897.2 KiB of 978.8 KiB of parameters, 1.83 times an even")
     assert fewer.startswith("microbatches=32 has no effect for the first batch of 16 samples, which has 16 micro-")
     assert "3 steps of 16 micro-batches (1 of 3) by 1f1b through 2 stages of the model\n" in report
     assert "  this rank has stage 1 with" in report

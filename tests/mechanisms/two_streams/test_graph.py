@@ -438,7 +438,7 @@ def test_a_second_call_under_autocast_is_told_where_it_begins_late() -> None:
     loop = Late(make(Mlp))
     loop.begin = 5
     with (
-        pytest.warns(DifferenceWarning, match="called several times in a step, which it was not before"),
+        pytest.warns(DifferenceWarning, match="called several times in a step. It was not before"),
         pytest.warns(NoEffectWarning, match=graph.OPEN),
     ):
         assert graphed(loop)[2].replays == 4

@@ -392,7 +392,7 @@ def test_hooks_on_parameters_run_on_the_calling_thread_in_order() -> None:
     report = Trained(plain_step, hooked(ours), {"threads": (N, N)}).report
     assert plain == ours
     assert [name for name, *_ in ours] == ["5", "0"] * STEPS
-    assert report.in_order == {"its parameters have hooks, which run behind their gradient": 2}
+    assert report.in_order == {"its parameters have hooks, which run after their gradient": 2}
     assert beside(report) == STEPS - 1
 
 

@@ -109,7 +109,7 @@ def test_bits_of_the_plain_optimizer(name: str, options: dict[str, Any]) -> None
     assert report.updates == SPLIT * (STEPS - 1)
     assert report.fusion is not None
     assert report.fusion.fused_updates >= report.updates
-    assert f"{report.updates} updates right behind their weight gradients" in report.what_was_done()
+    assert f"{report.updates} updates right after their weight gradients" in report.what_was_done()
     assert report.fusion is not None
     assert report.fusion.headline in report.what_was_done()
 

@@ -184,7 +184,7 @@ def test_what_some_parts_log_is_weighed_by_its_batch_size(way: str, marked: list
         assert said == []
         return
     assert len(said) == 2  # a call
-    assert all("the logged value 'masked" in message and "weighed by the batch_size" in message for message in said)
+    assert all("the logged value 'masked" in message and "weighted by the batch_size" in message for message in said)
 
 
 @pytest.mark.parametrize("marked", [[0, 3], [100]])
@@ -328,7 +328,7 @@ class SizesThatDoNotAddUp(ShallowNet):
 
 
 def test_a_batch_size_that_does_not_add_up_is_said(splits: None) -> None:
-    with pytest.warns(DifferenceWarning, match="'epoch' has the sum of the sub-batches' batch_size as its") as caught:
+    with pytest.warns(DifferenceWarning, match="'epoch' is weighted in an epoch's mean by the sum") as caught:
         fit(SizesThatDoNotAddUp(), MemoryBudgetStrategy(SHALLOW))
     assert len([one for one in caught if issubclass(one.category, DifferenceWarning)]) == 1
 
