@@ -8,12 +8,14 @@ and for the measured batch only.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,10 +33,19 @@ _MISSING = object()
 
 
 class PhaseObserver(Protocol):
-    """Told each time the step goes from one phase to the next."""
+    """Measures the phases of a batch."""
+
+    def start(self) -> None:
+        """The batch begins."""
 
     def switch(self, phase: str) -> None:
         """``phase`` is ``"forward"``, ``"backward"``, ``"update"`` or ``"other"``."""
+
+    def stop(self) -> None:
+        """The batch is over, or has failed."""
+
+
+_Observer = TypeVar("_Observer", bound=PhaseObserver)
 
 
 class StrategyPhases:
@@ -131,6 +142,20 @@ class StrategyPhases:
             observer.switch(self._told)
 
 
+def check_can_draw(callback: Callback) -> None:
+    """Raise ModuleNotFoundError if there is no matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            f"{type(callback).__name__}(png=True) draws with matplotlib, which is not installed: "
+            'pip install "lightning-retime[recipes]", or give png=False.'
+        )
+
+
+def folder_of(trainer: Trainer, dirpath: str | os.PathLike[str] | None, name: str) -> Path:
+    """Return ``dirpath``, or else the folder ``name`` in the trainer's ``log_dir``; all processes have to ask."""
+    return Path(dirpath if dirpath is not None else Path(trainer.log_dir or ".") / name)
+
+
 def write_timeline(
     stem: Path, spans: Sequence[Span], title: str, *, png: bool, trace: bool, page: bool, **words: str
 ) -> list[Path]:
@@ -182,7 +207,7 @@ def _words(name: str, unit: str) -> str:
     return name.removesuffix(unit).replace("_", " ")
 
 
-class PhaseCallback(Callback):
+class PhaseCallback(Callback, Generic[_Observer]):
     """Measures whole optimizer steps: picks them, listens to their batches and publishes the numbers.
 
     A step is the batches that one optimizer update covers: one, or as many as are accumulated; with manual
@@ -206,25 +231,18 @@ class PhaseCallback(Callback):
         self.warm_up = warm_up
         self._publishes = log  # Lightning puts the module's log method at `callback.log`
         self._seen = self._measured = 0  # in this fit
-        self._under_way = self._measuring = False
+        self._under_way = False
         self._global_step = 0
         self._phases: StrategyPhases | None = None
-        self._observer: PhaseObserver | None = None
+        self._observer: _Observer | None = None
+        """Only while a step is measured: some cannot be sent to other processes."""
 
     @abstractmethod
-    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the last step."""
+    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> _Observer:
+        """What measures each batch of the step that begins."""
 
     @abstractmethod
-    def _begin_batch(self) -> PhaseObserver:
-        """Start measuring; the observer returned hears of the phases."""
-
-    @abstractmethod
-    def _end_batch(self) -> None:
-        """Stop measuring; also called when the batch failed."""
-
-    @abstractmethod
-    def _end_step(self, trainer: Trainer, global_step: int) -> None:
+    def _end_step(self, trainer: Trainer, global_step: int, observer: _Observer) -> None:
         """All batches of the step are measured; ``global_step`` is the trainer's count before it."""
 
     def _check_writable(self, trainer: Trainer, folder: Path) -> None:
@@ -251,11 +269,9 @@ class PhaseCallback(Callback):
         if not self._under_way:
             self._under_way = True
             self._global_step = trainer.global_step
-            self._measuring = self._due()
-            if self._measuring:
-                self._begin_step(trainer, pl_module)
-        if self._measuring:
-            self._observer = self._begin_batch()
+            self._observer = self._begin_step(trainer, pl_module) if self._due() else None
+        if self._observer is not None:
+            self._observer.start()
             self._phases = StrategyPhases.attach(trainer.strategy, self._observer)
 
     def on_train_batch_end(
@@ -268,9 +284,10 @@ class PhaseCallback(Callback):
             return  # this batch's gradients are being accumulated: the step goes on
         self._under_way = False
         self._seen += 1
-        if self._measuring:
+        observer, self._observer = self._observer, None
+        if observer is not None:
             self._measured += 1
-            self._end_step(trainer, self._global_step)
+            self._end_step(trainer, self._global_step, observer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._abandon()  # on_train_batch_start may have returned -1, which ends the epoch without ending the batch
@@ -299,12 +316,12 @@ class PhaseCallback(Callback):
         if self._phases is None or self._observer is None:
             return
         self._phases.detach(self._observer)
-        self._phases = self._observer = None
-        self._end_batch()
+        self._phases = None
+        self._observer.stop()
 
     def _abandon(self) -> None:
         self._release()
-        self._under_way = self._measuring = False
+        self._under_way, self._observer = False, None
 
     def _publish(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Send ``metrics`` to the loggers in a row of their own.

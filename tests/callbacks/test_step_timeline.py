@@ -17,9 +17,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-import retime.callbacks.step_timeline as step_timeline
 from retime.callbacks.peak_memory import PeakMemory
 from retime.callbacks.step_timeline import StepTimeline
+from retime.callbacks.support import phases
 from retime.callbacks.support.phases import StrategyPhases
 from retime.foundations.measure.step_timer import EXPOSED, StepTimer, StepTiming
 from retime.foundations.messages import NoEffectWarning
@@ -333,7 +333,7 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception]
 
 
 def test_drawing_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_timeline, "find_spec", lambda name: None)
+    monkeypatch.setattr(phases, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="or give png=False"):
         StepTimeline()
     StepTimeline(png=False)
