@@ -179,7 +179,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._whole_outside = ExitStack()
         self._for_fit = ExitStack()
         self._owners_before: Ownership | None = None
-        self._last_report = PipelineReport()
+        self._last_report: PipelineReport = PipelineReport()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the report; its pipeline begins with its own fit."""
@@ -357,16 +357,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             log.warn_of_aggregates()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
+        with nullcontext() if self._step is None else self._step.evaluating():
             return super().validation_step(*args, **kwargs)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        if self._step is None:
-            yield
-            return
-        with self._step.evaluating():
-            yield
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -400,10 +392,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, as behind a checkpoint that the first one writes."""
-        if self._step is None:
-            super().barrier(*args, **kwargs)
-            return
-        with messages_of_group(None):
+        with nullcontext() if self._step is None else messages_of_group(None):
             super().barrier(*args, **kwargs)
 
     # Checkpoints
@@ -483,6 +472,3 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     def report(self) -> PipelineReport:
         """What this rank did so far."""
         return self._last_report if self._step is None else self._step.report()
-
-    def take_report(self, report: PipelineReport) -> None:
-        self._last_report = report

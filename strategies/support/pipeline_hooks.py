@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from retime.foundations.messages import warn_difference
+from retime.foundations.patching import replaced_attributes
 from retime.mechanisms.pipeline import PipelineStep, is_on_meta, refuse_part_of_model
 
 
@@ -68,11 +69,8 @@ def left_on_meta(module: LightningModule | None) -> Iterator[None]:
     if module is None or not is_on_meta(module):
         yield
         return
-    vars(module)["cpu"] = lambda: module
-    try:
+    with replaced_attributes(module, cpu=lambda: module):
         yield
-    finally:
-        del vars(module)["cpu"]
 
 
 @contextmanager
@@ -91,12 +89,8 @@ def clipped_by_all(precision: Precision, step: PipelineStep) -> Iterator[None]:
         if any(parameter.grad is not None for parameter in precision.main_params(optimizer)):  # else torch raises
             by_value(optimizer, clip_val)
 
-    vars(precision).update(clip_grad_by_norm=clip, clip_grad_by_value=clip_values)
-    try:
+    with replaced_attributes(precision, clip_grad_by_norm=clip, clip_grad_by_value=clip_values):
         yield
-    finally:
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            vars(precision).pop(name, None)
 
 
 @contextmanager
