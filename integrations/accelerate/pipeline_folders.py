@@ -12,7 +12,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from retime.foundations.patching import layered_methods, replaced_attributes
-from retime.integrations.accelerate.pipeline_guards import same_model
 from retime.mechanisms.pipeline import PipelineStep, forget_absent
 
 _State = Callable[[], dict[str, Any] | None]
@@ -29,11 +28,11 @@ def keep_in_folders(accelerator: Accelerator, model: nn.Module, state: _State, c
 
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
         check()
-        if not same_model(model, models):
+        if all(one is not model for one in models):
             weights.append(state())
 
     def load(models: list[nn.Module], folder: str) -> None:
-        if not same_model(model, models):
+        if all(one is not model for one in models):
             models.append(model)
 
     kept: WeakKeyDictionary[nn.Module, list[Any]]
@@ -45,10 +44,7 @@ def keep_in_folders(accelerator: Accelerator, model: nn.Module, state: _State, c
 
 @contextmanager
 def whole_folders(
-    accelerator: Accelerator,
-    optimizer: AcceleratedOptimizer,
-    step: PipelineStep,
-    optimizer_state: _State,
+    accelerator: Accelerator, optimizer: AcceleratedOptimizer, step: PipelineStep, optimizer_state: _State
 ) -> Iterator[None]:
     """Inside, folders have the whole optimizer's state, and are loaded on each process as far as it has the layers.
 

@@ -42,11 +42,6 @@ def guards(
         yield
 
 
-def same_model(model: nn.Module, models: Iterable[nn.Module]) -> bool:
-    """Whether a model is one of these."""
-    return any(one is model for one in models)
-
-
 def one_step_a_batch(accelerator: Accelerator, optimizer: AcceleratedOptimizer, replicas: int, undo: ExitStack) -> None:
     """Have prepared schedulers of an optimizer take one step a training step, where they take one for each process.
 
