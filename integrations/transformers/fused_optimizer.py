@@ -20,7 +20,7 @@ from retime.mechanisms.fusion import FusionReport, check_mode
 declare_per_parameter(Adafactor)  # of optim="adafactor": its rates and sums are those of one parameter
 
 
-class FusedOptimizer(DuringTraining):
+class FusedOptimizer(DuringTraining[FusionReport]):
     """Fuse a trainer's optimizer into the backward or the next forward pass (Jiang et al. 2021), in each ``train()``.
 
     Weights, optimizer state, logged losses and checkpoints are bit-identical to the plain Trainer's, with accumulation,
@@ -68,11 +68,6 @@ class FusedOptimizer(DuringTraining):
         """Forward mode: run all pending updates now, before reads through an alias of a parameter's memory."""
         if isinstance(self._made, Fused):
             self._made.flush()
-
-    def report(self) -> FusionReport:
-        """What was fused in this training, or in the last one."""
-        report: FusionReport = self._current_report()
-        return report
 
     def _check(self) -> None:
         args = self._trainer.args
