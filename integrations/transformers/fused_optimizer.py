@@ -13,6 +13,7 @@ from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.lazy_updates import check_bucket_bytes, declare_per_parameter
 from retime.foundations.messages import warn_difference
+from retime.foundations.patching import layered_methods
 from retime.integrations.accelerate.fused_optimizer import FusedOptimizer as Fused
 from retime.integrations.transformers.during_training import DuringTraining
 from retime.mechanisms.fusion import FusionReport, check_mode
@@ -118,4 +119,4 @@ class FusedOptimizer(DuringTraining[FusionReport]):
                 )
             return None
 
-        accelerator.clip_grad_norm_ = clip_grad_norm_  # goes with that of the object for Accelerate
+        self._on.enter_context(layered_methods(accelerator, clip_grad_norm_=clip_grad_norm_))
