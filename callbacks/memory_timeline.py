@@ -19,8 +19,6 @@ from retime.mechanisms.memory_budget import StepProfile, TrainingStep, buckets_o
 from retime.schedules.budget import OffloadPlan
 from retime.strategies.support.budgeted_steps import Budgeted, gradients_in, muted_logging
 
-__all__ = ["MemoryTimeline", "StepBytes"]
-
 
 @dataclass(frozen=True)
 class StepBytes:

@@ -8,8 +8,6 @@ from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback
 from retime.foundations.arguments import checked
 from retime.foundations.measure import MemoryProbe
 
-__all__ = ["PeakMemory"]
-
 
 class PeakMemory(PhaseCallback[MemoryProbe]):
     """Peak bytes during forward, backward, update and the whole batch, under any strategy.

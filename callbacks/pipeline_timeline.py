@@ -12,8 +12,6 @@ from retime.callbacks.support.phases import check_can_draw, folder_of, write_tim
 from retime.foundations.arguments import AtLeast, checked
 from retime.strategies import OOOPipelineStrategy
 
-__all__ = ["PipelineTimeline"]
-
 
 class PipelineTimeline(Callback):
     """Draws which rank of ``ooo_pipeline`` ran which task when: F, O and W of each stage and micro-batch.

@@ -12,8 +12,6 @@ from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback, check_
 from retime.foundations.arguments import checked
 from retime.foundations.measure import PHASES, StepTimer, StepTiming
 
-__all__ = ["StepTimeline"]
-
 
 class StepTimeline(PhaseCallback[StepTimer]):
     """Times forward, backward, update and exposed communication of chosen steps, under any strategy.

@@ -22,8 +22,6 @@ from datetime import timedelta
 from functools import cache, wraps
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-__all__ = ["Above", "AtLeast", "AtMost", "Below", "Timeout", "accepts", "checked", "describe", "is_checkable"]
-
 
 @dataclass(frozen=True)
 class AtLeast:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations_with_replacement
 
-__all__ = ["Mechanism", "Owned", "Together", "printed_table", "refuse", "together", "why_aside", "why_not"]
-
 
 class Owned(Enum):
     """A part of a step that only one mechanism can have in its hands."""

@@ -62,8 +62,6 @@ from retime.strategies.support.pipeline_hooks import (
     warn_of_gradient_hooks,
 )
 
-__all__ = ["OOOPipelineStrategy"]
-
 Auto = Literal["auto"]
 _OTHERS = "others"
 

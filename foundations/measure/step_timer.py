@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from retime.foundations.streams import has_streams
 from retime.schedules.timeline import Span
 
-__all__ = ["OTHER", "PHASES", "Clock", "StepTimer", "StepTiming"]
-
 PHASES = ("forward", "backward", "update")
 OTHER = "other"
 EXPOSED = "exposed communication"
