@@ -12,7 +12,7 @@ import os
 import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Generic, Protocol, TypeVar
@@ -25,11 +25,10 @@ from lightning.pytorch.strategies import Strategy
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.measure import OTHER
 from retime.foundations.messages import show_bytes, warn_no_effect
+from retime.foundations.patching import layered_methods
 from retime.foundations.reports import Report
 from retime.schedules.timeline import Span, write_chrome_trace, write_page, write_png
 from retime.strategies.support.lightning_private import logged_step
-
-_MISSING = object()
 
 
 class PhaseObserver(Protocol):
@@ -49,66 +48,39 @@ _Observer = TypeVar("_Observer", bound=PhaseObserver)
 
 
 class StrategyPhases:
-    """Stands in for ``training_step``, ``backward`` and ``optimizer_step`` of one strategy object.
+    """Tells an observer of one strategy object's phases: has methods in front of three of its own until :meth:`detach`.
 
     Phases exclude one another: with manual optimization, a backward inside ``training_step`` interrupts the forward.
     The update is ``optimizer_step`` outside its closure, since Lightning's closure is the forward and the backward.
-    Several observers share one stand-in: two stacked ones could not be taken off in any order.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._observers: list[PhaseObserver] = []
+    def __init__(self, strategy: Strategy, observer: PhaseObserver) -> None:
+        self._observer = observer
         self._stack = [OTHER]
         self._told = OTHER
-        self._originals: dict[str, Callable[..., Any]] = {}
-        self._before: dict[str, Any] = {}
-        self._stand_ins: dict[str, Callable[..., Any]] = {
+        methods: dict[str, Callable[..., Any]] = {
             "training_step": self._training_step,
             "backward": self._backward,
             "optimizer_step": self._optimizer_step,
         }
+        self._plain = {name: getattr(strategy, name) for name in methods}
+        self._layers = ExitStack()
+        self._layers.enter_context(layered_methods(strategy, **methods))
 
-    @classmethod
-    def attach(cls, strategy: Strategy, observer: PhaseObserver) -> StrategyPhases:
-        """Tell ``observer`` about ``strategy``'s phases until :meth:`detach`."""
-        phases = getattr(vars(strategy).get("backward"), "__self__", None)
-        if not isinstance(phases, StrategyPhases):
-            phases = cls(strategy)
-            phases._install()
-        phases._observers.append(observer)
-        return phases
-
-    def detach(self, observer: PhaseObserver) -> None:
-        """Tell ``observer`` no more; the last one to go puts the strategy back as it was."""
-        self._observers.remove(observer)
-        if self._observers:
-            return
-        for name, stand_in in self._stand_ins.items():
-            # If somebody else put theirs over ours meanwhile, it is not ours to remove; ours then only passes through.
-            if vars(self._strategy).get(name) != stand_in:
-                continue
-            if self._before[name] is _MISSING:
-                delattr(self._strategy, name)
-            else:
-                setattr(self._strategy, name, self._before[name])
-
-    def _install(self) -> None:
-        for name, stand_in in self._stand_ins.items():
-            self._originals[name] = getattr(self._strategy, name)
-            self._before[name] = vars(self._strategy).get(name, _MISSING)
-            setattr(self._strategy, name, stand_in)
+    def detach(self) -> None:
+        """Tell the observer no more."""
+        self._layers.close()
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._phase("forward"):
-            return self._originals["training_step"](*args, **kwargs)
+            return self._plain["training_step"](*args, **kwargs)
 
     def _backward(self, *args: Any, **kwargs: Any) -> Any:
         with self._phase("backward"):
-            return self._originals["backward"](*args, **kwargs)
+            return self._plain["backward"](*args, **kwargs)
 
     def _optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        step = self._originals["optimizer_step"]
+        step = self._plain["optimizer_step"]
         if closure is do_nothing_closure:  # manual optimization without a closure
             with self._phase("update"):
                 return step(optimizer, closure, *args, **kwargs)
@@ -135,11 +107,9 @@ class StrategyPhases:
             self._tell()
 
     def _tell(self) -> None:
-        if self._stack[-1] == self._told:
-            return
-        self._told = self._stack[-1]
-        for observer in self._observers:
-            observer.switch(self._told)
+        if self._stack[-1] != self._told:
+            self._told = self._stack[-1]
+            self._observer.switch(self._told)
 
 
 def check_can_draw(callback: Callback) -> None:
@@ -272,7 +242,7 @@ class PhaseCallback(Callback, Generic[_Observer]):
             self._observer = self._begin_step(trainer, pl_module) if self._due() else None
         if self._observer is not None:
             self._observer.start()
-            self._phases = StrategyPhases.attach(trainer.strategy, self._observer)
+            self._phases = StrategyPhases(trainer.strategy, self._observer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -315,7 +285,7 @@ class PhaseCallback(Callback, Generic[_Observer]):
     def _release(self) -> None:
         if self._phases is None or self._observer is None:
             return
-        self._phases.detach(self._observer)
+        self._phases.detach()
         self._phases = None
         self._observer.stop()
 

@@ -304,10 +304,10 @@ def test_a_stand_in_put_over_ours_meanwhile_is_kept() -> None:
 
     strategy: Any = Strategy()
     timer = StepTimer()
-    phases = StrategyPhases.attach(strategy, timer)
+    phases = StrategyPhases(strategy, timer)
     ours = strategy.training_step
     strategy.training_step = theirs = lambda: ours()
-    phases.detach(timer)
+    phases.detach()
     assert vars(strategy) == {"training_step": theirs}
     assert strategy.training_step() == "step"
 
