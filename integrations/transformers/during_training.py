@@ -73,21 +73,17 @@ class DuringTraining(Generic[_Report]):
         report: _Report = self._report if self._made is None else self._made.report()
         return report
 
-    @property
-    def _name(self) -> str:
-        return type(self).__name__
-
     def _check_engine(self) -> None:
-        engine = self._trainer.accelerator.distributed_type
+        name, engine = type(self).__name__, self._trainer.accelerator.distributed_type
         if engine not in ONE_PROCESS_OR_DDP:
             raise ValueError(
-                f"{self._name} runs on one device or under DistributedDataParallel, and this trainer has {engine}: "
+                f"{name} runs on one device or under DistributedDataParallel, and this trainer has {engine}: "
                 "leave out TrainingArguments(deepspeed=..., fsdp=...) and the like"
             )
         if self._trainer.args.n_gpu > 1:
             raise ValueError(
                 f"with one process and {self._trainer.args.n_gpu} GPUs the Trainer uses DataParallel, which copies "
-                f"parameters in each step, and {self._name} does not go with that: start a process a GPU (torchrun), "
+                f"parameters in each step, and {name} does not go with that: start a process a GPU (torchrun), "
                 "or show one GPU only (CUDA_VISIBLE_DEVICES=0)"
             )
 

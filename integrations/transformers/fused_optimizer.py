@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 from accelerate import Accelerator
 from torch import nn
 from transformers import Adafactor, Trainer
 
-from retime.foundations.arguments import checked
+from retime.foundations.arguments import Above, checked
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.lazy_updates import check_bucket_bytes, declare_per_parameter
 from retime.foundations.messages import warn_difference
@@ -50,7 +50,7 @@ class FusedOptimizer(DuringTraining[FusionReport]):
         mode: str = "backward",
         *,
         bucket_bytes: int | str | None = None,
-        clip_value: float | None = None,
+        clip_value: Annotated[float, Above(0)] | None = None,
     ) -> None:
         self.mode = check_mode(mode)
         check_bucket_bytes(bucket_bytes)
@@ -59,8 +59,6 @@ class FusedOptimizer(DuringTraining[FusionReport]):
                 f"clip_value={clip_value!r} is for mode='backward'; in mode='forward' the Trainer clips by norm "
                 "(TrainingArguments(max_grad_norm=...))"
             )
-        if clip_value is not None and not clip_value > 0:
-            raise ValueError(f"clip_value={clip_value!r} must be above 0")
         self._options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "clip_value": clip_value}
         self._told = False
         super().__init__(trainer, Mechanism.fusion(self.mode), FusionReport(self.mode))

@@ -119,11 +119,8 @@ def given_device(strategy: SingleDeviceStrategy) -> torch.device:
 
 def skips_backward(trainer: Trainer) -> bool:
     """Whether a callback takes the backward pass away (SWA's BatchNorm epoch); for memory budgets."""
-    try:  # in place, as each batch asks
-        return bool(trainer.fit_loop._skip_backward)
-    except AttributeError:
-        feature = "memory budgets in StochasticWeightAveraging's BatchNorm epoch"
-        return bool(read_private(trainer.fit_loop, "_skip_backward", feature))
+    feature = "memory budgets in StochasticWeightAveraging's BatchNorm epoch"
+    return bool(read_private(trainer.fit_loop, "_skip_backward", feature))
 
 
 def logged_step(trainer: Trainer) -> int:
