@@ -77,13 +77,15 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1 and self._reduction is None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self._reduction is not None:
+            updates = ", and the updates are divided" if self._update_on_host else ""
+            rank_zero_info(f"retime: gradients are added up on the host, {self._reduction.report().how}{updates}")
+        elif self.world_size > 1:
             raise RuntimeError(
                 hook_was_not_asked_for("training would be that of plain ddp", "use strategy='ddp' meanwhile")
             )
-        if trainer.state.fn == TrainerFn.FITTING and self._reduction is not None:
-            updates = ", and the updates are divided" if self._update_on_host else ""
-            rank_zero_info(f"retime: gradients are added up on the host, {self._reduction.report().how}{updates}")
 
     def register_hooks(self) -> None:
         model = self.model

@@ -267,15 +267,11 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self.world_size < 2 or not self._is_fitting:
+        module = self.lightning_module
+        if self.world_size < 2 or module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return super().distributed_sampler_kwargs
         pipeline, data = sizes_of(self.world_size, *self._sizes)
         return {"num_replicas": data, "rank": self.global_rank // pipeline}
-
-    @property
-    def _is_fitting(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     # Steps
 

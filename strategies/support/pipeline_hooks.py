@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -96,18 +96,12 @@ def clipped_by_all(precision: Precision, step: PipelineStep) -> Iterator[None]:
 @contextmanager
 def metrics_of(module: LightningModule, data_group: Any) -> Iterator[None]:
     """Inside, metrics add up over the data parallel ranks: those of a pipeline have the same states."""
-    metrics = [one for one in module.modules() if isinstance(one, Metric)]
-    before: list[tuple[Metric, Any, Callable[..., Any] | None]] = []
-    for metric in metrics:
-        before.append((metric, metric.process_group, metric.distributed_available_fn))
-        metric.process_group = data_group
-        if data_group is None:
-            metric.distributed_available_fn = _not_distributed
-    try:
+    available = {"distributed_available_fn": _not_distributed} if data_group is None else {}
+    with ExitStack() as around:
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                around.enter_context(replaced_attributes(metric, process_group=data_group, **available))
         yield
-    finally:
-        for metric, group, available in before:
-            metric.process_group, metric.distributed_available_fn = group, available
 
 
 def _not_distributed() -> bool:
