@@ -69,8 +69,7 @@ def convert(
     check_solver(solver)
     reasons = obstacles(model)
     if names is not None:
-        wanted = _known([names] if isinstance(names, str) else list(names), reasons)
-        reasons = {name: reasons[name] for name in wanted}
+        reasons = {name: reasons[name] for name in _known(names, reasons)}
         for name, why in reasons.items():
             if why is not None:
                 raise ValueError(f"convert: {name!r} cannot be converted: {why}")
@@ -99,9 +98,7 @@ def convert_back(model: nn.Module, names: str | Iterable[str] | None = None) -> 
     """
     converted = {name: module for name, module in model.named_modules() if isinstance(module, ScanRecurrent)}
     if names is not None:
-        converted = {
-            name: converted[name] for name in _known([names] if isinstance(names, str) else list(names), converted)
-        }
+        converted = {name: converted[name] for name in _known(names, converted)}
     report = ConversionReport()
     for name, module in converted.items():
         scan = type(module)
@@ -114,7 +111,8 @@ def convert_back(model: nn.Module, names: str | Iterable[str] | None = None) -> 
     return report
 
 
-def _known(names: list[str], modules: Mapping[str, object]) -> list[str]:
+def _known(names: str | Iterable[str], modules: Mapping[str, object]) -> list[str]:
+    names = [names] if isinstance(names, str) else list(names)
     for name in names:
         if name not in modules:
             there = ", ".join(repr(other) for other in modules) or "none"
