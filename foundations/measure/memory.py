@@ -107,10 +107,8 @@ class MemorySampler:
 
 # The most memory that this process has had, kept although others forget it.
 #
-# Measuring a phase means that the system forgets the peak before it: the caching allocator's on CUDA, else the
-# resident size's, which the Linux kernel keeps (``VmHWM``, ``ru_maxrss``) and forgets on request (``5`` into
-# ``/proc/self/clear_refs``). So whoever in this project lets a peak be forgotten calls :func:`forget_peak`,
-# which notes it first; :func:`peak_so_far` knows all of them. Resets by others cannot be seen.
+# Whoever in this project lets a peak be forgotten calls :func:`forget_peak`, which notes it first;
+# :func:`peak_so_far` knows all of them. Resets by others cannot be seen.
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")

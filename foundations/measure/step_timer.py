@@ -57,15 +57,8 @@ class StepTiming:
 
     def metrics(self) -> dict[str, float]:
         """The numbers by name; ``communication_exposed_ms`` is left out where it is unknown."""
-        numbers = {
-            "forward_ms": self.forward_ms,
-            "backward_ms": self.backward_ms,
-            "update_ms": self.update_ms,
-            "step_ms": self.step_ms,
-        }
-        if self.communication_exposed_ms is not None:
-            numbers["communication_exposed_ms"] = self.communication_exposed_ms
-        return numbers
+        names = ("forward_ms", "backward_ms", "update_ms", "step_ms", "communication_exposed_ms")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 class Clock:
