@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import torch
@@ -222,13 +222,12 @@ def refuse_more_gradients(followed: FusedParameter) -> None:
         )
 
 
-def refuse_changes(used: Iterable[FusedParameter]) -> None:
+def refuse_changes(used: list[FusedParameter]) -> None:
     """Called by ``optimizer.step()``, with parameters whose gradients have been used up and stand under a guard.
 
     Raises:
         RuntimeError: a gradient or a parameter has been changed since.
     """
-    used = list(used)
     if any(followed.parameter.grad is not followed.guard for followed in used):
         raise RuntimeError(
             "a gradient was cleared or replaced between backward() and optimizer.step(), but backward fusion has "
