@@ -20,12 +20,13 @@ from typing import Annotated, Any, Generic, Protocol, TypeVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import Strategy
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.measure import OTHER
 from retime.foundations.messages import show_bytes, warn_no_effect
-from retime.foundations.patching import layered_methods
+from retime.foundations.patching import layered_methods, replaced_attributes
 from retime.foundations.reports import Report
 from retime.schedules.timeline import Span, write_chrome_trace, write_page, write_png
 from retime.strategies.support.lightning_private import logged_step
@@ -86,15 +87,21 @@ class StrategyPhases:
                 return step(optimizer, closure, *args, **kwargs)
         frame = len(self._stack)
 
-        def closure_then_update() -> Any:
-            with self._phase(OTHER):  # zeroing the gradients is neither forward nor backward
-                try:
-                    return closure()
-                finally:
-                    self._stack[frame] = "update"
+        def then_update(run: Callable[..., Any]) -> Callable[..., Any]:
+            def ran(*given: Any, **more: Any) -> Any:
+                with self._phase(OTHER):  # zeroing the gradients is neither forward nor backward
+                    try:
+                        return run(*given, **more)
+                    finally:
+                        self._stack[frame] = "update"
+
+            return ran
 
         with self._phase(OTHER):  # nothing is updated before the closure has run
-            return step(optimizer, closure_then_update, *args, **kwargs)
+            if not isinstance(closure, Closure):
+                return step(optimizer, then_update(closure), *args, **kwargs)
+            with replaced_attributes(closure, closure=then_update(closure.closure)):  # a fused step takes no other
+                return step(optimizer, closure, *args, **kwargs)
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:

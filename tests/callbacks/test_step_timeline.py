@@ -312,6 +312,15 @@ def test_a_stand_in_put_over_ours_meanwhile_is_kept() -> None:
     assert strategy.training_step() == "step"
 
 
+def test_measured_steps_of_a_fused_optimizer_are_fused() -> None:
+    timeline, memory = quiet(), PeakMemory()
+    trainer = fit([timeline, memory], strategy="fused_optimizer")
+    report = trainer.strategy.report()  # type: ignore[attr-defined]
+    assert (report.steps, report.plain_steps) == (6, {})
+    assert len(timeline.timings) == len(memory.peaks) == 6
+    assert all(count(timing) == {"forward": 1, "backward": 1, "update": 1} for timing in timeline.timings)
+
+
 @pytest.mark.parametrize("hook", GRADIENT_READING_HOOKS)
 def test_no_hook_that_makes_a_fused_optimizer_run_plain(hook: str) -> None:
     for callback in (StepTimeline, PeakMemory):
