@@ -12,8 +12,6 @@ from retime.foundations.arguments import AtLeast, Below, checked
 from retime.foundations.cpu_pool import MemoryPool, PoolReport
 from retime.foundations.messages import warn_no_effect
 
-__all__ = ["CPUMemoryPool"]
-
 
 class CPUMemoryPool(Callback):
     """CPU tensors come from a pool that keeps freed memory for the next ones, in huge pages (moDNN, section 3.3)::

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback, PhaseObserver
+from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback, check_can_draw, folder_of
 from retime.foundations.arguments import checked
 from retime.foundations.measure import MemorySampler
 from retime.foundations.messages import show_bytes
@@ -19,8 +18,6 @@ from retime.foundations.preserve_state import preserve_state
 from retime.mechanisms.memory_budget import StepProfile, TrainingStep, buckets_of, reduction_bytes, replay
 from retime.schedules.budget import OffloadPlan
 from retime.strategies.support.budgeted_steps import Budgeted, gradients_in, muted_logging
-
-__all__ = ["MemoryTimeline", "StepBytes"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class StepBytes:
         return peaks
 
 
-class MemoryTimeline(PhaseCallback):
+class MemoryTimeline(PhaseCallback[MemorySampler]):
     """Predicted against measured bytes over a step, under strategies for one device and DDP (of rank 0).
 
         trainer = Trainer(strategy="memory_budget", callbacks=[MemoryTimeline(every_n_steps=100)])
@@ -93,27 +90,22 @@ class MemoryTimeline(PhaseCallback):
         warm_up: int = 1,
     ) -> None:
         super().__init__(every_n_steps, warm_up, log)
-        if png and find_spec("matplotlib") is None:
-            raise ModuleNotFoundError(
-                "MemoryTimeline(png=True) draws with matplotlib, which is not installed: "
-                'pip install "lightning-retime[recipes]", or give png=False.'
-            )
+        if png:
+            check_can_draw(self)
         self.dirpath, self.png = dirpath, png
         self.steps: list[StepBytes] = []
         self.files: list[Path] = []
         self._folder = Path()
-        self._sampler: MemorySampler | None = None  # it cannot be sent to other processes, so only while a step runs
         self._batch: tuple[Any, int] = (None, 0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.png:
-            base = Path(trainer.log_dir or ".") / "memory_timeline"
-            self._folder = Path(self.dirpath if self.dirpath is not None else base)
+            self._folder = folder_of(trainer, self.dirpath, "memory_timeline")
             self._check_writable(trainer, self._folder)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._batch = (batch, batch_idx) if self._measuring else (None, 0)
+        self._batch = (None, 0) if self._observer is None else (batch, batch_idx)
 
     def report(self) -> MeasuredSteps:
         """What was measured: ``steps``, ``files`` and the largest of each number over all measured steps."""
@@ -125,28 +117,17 @@ class MemoryTimeline(PhaseCallback):
         }
         return MeasuredSteps(self, numbers)
 
-    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._sampler = MemorySampler(trainer.strategy.root_device)
-
-    def _begin_batch(self) -> PhaseObserver:
-        assert self._sampler is not None
-        self._sampler.start()
-        return self._sampler
-
-    def _end_batch(self) -> None:
-        assert self._sampler is not None
-        self._sampler.stop()
+    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> MemorySampler:
+        return MemorySampler(trainer.strategy.root_device)
 
     def _abandon(self) -> None:
         super()._abandon()
-        self._sampler, self._batch = None, (None, 0)
+        self._batch = (None, 0)
 
-    def _end_step(self, trainer: Trainer, global_step: int) -> None:
+    def _end_step(self, trainer: Trainer, global_step: int, observer: MemorySampler) -> None:
         (batch, batch_idx), self._batch = self._batch, (None, 0)
-        sampler, self._sampler = self._sampler, None
-        assert sampler is not None
         plan, profile, note = _dry_run(trainer, batch, batch_idx)
-        measured = sampler.samples
+        measured = observer.samples
         predicted: tuple[tuple[str, int], ...] = ()
         if profile is not None:
             predicted_bytes = profile.held_bytes()
@@ -155,7 +136,7 @@ class MemoryTimeline(PhaseCallback):
         if trainer.strategy.root_device.type != "cuda":
             before = sum(s.nbytes for s in profile.trace.storages if s.born < 0) if profile is not None else 0
             measured = [(at, nbytes - measured[0][1] + before) for at, nbytes in measured]
-        step = StepBytes(global_step, plan, predicted, tuple(measured), tuple(sampler.phases), note)
+        step = StepBytes(global_step, plan, predicted, tuple(measured), tuple(observer.phases), note)
         self.steps.append(step)
         self._publish(trainer, {f"memory/{name}": float(value) for name, value in step.metrics().items()})
         if self.png and trainer.is_global_zero:

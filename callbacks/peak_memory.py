@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from lightning.pytorch import LightningModule, Trainer
 
-from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback, PhaseObserver
+from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback
 from retime.foundations.arguments import checked
 from retime.foundations.measure import MemoryProbe
 
-__all__ = ["PeakMemory"]
 
-
-class PeakMemory(PhaseCallback):
+class PeakMemory(PhaseCallback[MemoryProbe]):
     """Peak bytes during forward, backward, update and the whole batch, under any strategy.
 
         trainer = Trainer(strategy="fused_optimizer", callbacks=[PeakMemory(every_n_steps=50)])
@@ -45,7 +43,8 @@ class PeakMemory(PhaseCallback):
     def __init__(self, every_n_steps: int = 1, log: bool = True) -> None:
         super().__init__(every_n_steps, warm_up=0, log=log)
         self.peaks: list[dict[str, int]] = []
-        self._probe: MemoryProbe | None = None
+        self._source: str | None = None
+        self._note = ""
 
     def report(self) -> MeasuredSteps:
         """What was measured: ``steps``, ``source``, ``note`` and the largest of each number over all measured steps.
@@ -56,26 +55,18 @@ class PeakMemory(PhaseCallback):
         names = dict.fromkeys(name for step in self.peaks for name in step if name != "step")
         numbers = {
             "steps": len(self.peaks),
-            "source": self._probe.source if self._probe else None,
-            "note": self._probe.note if self._probe else "",
+            "source": self._source,
+            "note": self._note,
             **{name: max(step[name] for step in self.peaks if name in step) for name in names},
         }
         return MeasuredSteps(self, numbers)
 
-    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._probe = MemoryProbe(trainer.strategy.root_device)
+    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> MemoryProbe:
+        probe = MemoryProbe(trainer.strategy.root_device)
+        self._source, self._note = probe.source, probe.note
+        return probe
 
-    def _begin_batch(self) -> PhaseObserver:
-        assert self._probe is not None  # made in _begin_step
-        self._probe.start()
-        return self._probe
-
-    def _end_batch(self) -> None:
-        if self._probe is not None:
-            self._probe.stop()
-
-    def _end_step(self, trainer: Trainer, global_step: int) -> None:
-        assert self._probe is not None
-        measured = {f"{phase}_peak_bytes": peak for phase, peak in self._probe.peaks().items()}
+    def _end_step(self, trainer: Trainer, global_step: int, observer: MemoryProbe) -> None:
+        measured = {f"{phase}_peak_bytes": peak for phase, peak in observer.peaks().items()}
         self.peaks.append({"step": global_step, **measured})
         self._publish(trainer, {f"memory/{name}": float(peak) for name, peak in measured.items()})

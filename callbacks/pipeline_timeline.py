@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from retime.callbacks.support.phases import write_timeline
+from retime.callbacks.support.phases import check_can_draw, folder_of, write_timeline
 from retime.foundations.arguments import AtLeast, checked
 from retime.strategies import OOOPipelineStrategy
-
-__all__ = ["PipelineTimeline"]
 
 
 class PipelineTimeline(Callback):
@@ -47,11 +44,8 @@ class PipelineTimeline(Callback):
         trace: bool = True,
         page: bool = True,
     ) -> None:
-        if png and find_spec("matplotlib") is None:
-            raise ModuleNotFoundError(
-                "PipelineTimeline(png=True) draws with matplotlib, which is not installed: "
-                'pip install "lightning-retime[recipes]", or give png=False.'
-            )
+        if png:
+            check_can_draw(self)
         self.every_n_steps, self.dirpath = every_n_steps, dirpath
         self.png, self.trace, self.page = png, trace, page
         self.files: list[Path] = []
@@ -65,7 +59,7 @@ class PipelineTimeline(Callback):
                 f"PipelineTimeline draws what strategy='ooo_pipeline' did, and this Trainer has "
                 f"{type(trainer.strategy).__name__}: use StepTimeline"
             )
-        self._folder = Path(self.dirpath if self.dirpath is not None else Path(trainer.log_dir or ".") / "pipeline")
+        self._folder = folder_of(trainer, self.dirpath, "pipeline")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
 from lightning.pytorch import LightningModule, Trainer
 
-from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback, PhaseObserver, write_timeline
+from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback, check_can_draw, folder_of, write_timeline
 from retime.foundations.arguments import checked
 from retime.foundations.measure import PHASES, StepTimer, StepTiming
 
-__all__ = ["StepTimeline"]
 
-
-class StepTimeline(PhaseCallback):
+class StepTimeline(PhaseCallback[StepTimer]):
     """Times forward, backward, update and exposed communication of chosen steps, under any strategy.
 
         trainer = Trainer(strategy="ddp", callbacks=[StepTimeline(every_n_steps=100)])
@@ -73,23 +70,18 @@ class StepTimeline(PhaseCallback):
         page: bool = True,
     ) -> None:
         super().__init__(every_n_steps, warm_up, log)
-        if png and find_spec("matplotlib") is None:
-            raise ModuleNotFoundError(
-                "StepTimeline(png=True) draws with matplotlib, which is not installed: "
-                'pip install "lightning-retime[recipes]", or give png=False.'
-            )
+        if png:
+            check_can_draw(self)
         self.dirpath = dirpath
         self.png = png
         self.trace, self.page = trace, page
         self.timings: list[StepTiming] = []
         self.files: list[Path] = []
         self._folder = Path()
-        self._timer = StepTimer()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # log_dir is a broadcast: all processes have to ask, and before the first step
         if stage == "fit" and (self.png or self.trace or self.page):
-            self._folder = Path(self.dirpath if self.dirpath is not None else Path(trainer.log_dir or ".") / "timeline")
+            self._folder = folder_of(trainer, self.dirpath, "timeline")
             self._check_writable(trainer, self._folder)
 
     def report(self) -> MeasuredSteps:
@@ -104,19 +96,12 @@ class StepTimeline(PhaseCallback):
         }
         return MeasuredSteps(self, numbers)
 
-    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> StepTimer:
         parameters = pl_module.parameters() if trainer.world_size > 1 else None
-        self._timer = StepTimer(trainer.strategy.root_device, parameters=parameters)
+        return StepTimer(trainer.strategy.root_device, parameters=parameters)
 
-    def _begin_batch(self) -> PhaseObserver:
-        self._timer.start()
-        return self._timer
-
-    def _end_batch(self) -> None:
-        self._timer.stop()
-
-    def _end_step(self, trainer: Trainer, global_step: int) -> None:
-        timing = self._timer.timing()
+    def _end_step(self, trainer: Trainer, global_step: int, observer: StepTimer) -> None:
+        timing = observer.timing()
         self.timings.append(timing)
         self._publish(trainer, {f"timeline/{name}": value for name, value in timing.metrics().items()})
         if trainer.is_global_zero:

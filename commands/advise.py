@@ -26,7 +26,6 @@ import ast
 import inspect
 import json
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -51,6 +50,7 @@ from retime.commands.advise_turns import (
     settled,
 )
 from retime.commands.advise_worker import DDP_BUCKET_MB, METHODS, PLAIN, Method, ddp, memory_budget, serve
+from retime.commands.errors import check_folder, progress
 from retime.commands.job import add_job_options
 from retime.foundations.measure import Spread, speedup, spread
 from retime.foundations.messages import parse_bytes
@@ -217,7 +217,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
             measuring.everything(link_bits)
     except KeyboardInterrupt:
         advice.interrupted = True
-        _progress("stopped; this was measured so far")
+        progress("stopped; this was measured so far")
     advice.choose()
     whole = advice.to_dict()
     print("\n".join(text(whole)))
@@ -243,9 +243,8 @@ def _checked(options: argparse.Namespace, cores: int) -> Advice:
         raise ValueError(f"--ranks {options.ranks} is about a network: give --network too, such as --network 10gbit")
     if options.ranks is not None and options.ranks < 2:
         raise ValueError(f"--ranks {options.ranks}: give 2 machines or more")
-    for name, file in (("--json", options.json), ("--html", options.html)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ValueError(f"{name} {file}: there is no folder {file.parent}; make it first")
+    check_folder("--json", options.json)
+    check_folder("--html", options.html)
     names = [*METHODS, "memory_budget"]
     if unknown := [one for one in options.only if one not in names]:
         raise ValueError(f"--only {unknown[0]}: give one of {', '.join(map(repr, names))}")
@@ -301,7 +300,7 @@ class _Measuring:
             why = self._why_not(method)
             row = Row(name, method, _OUT, why) if why else self._measured(name, method)
             advice.rows.append(row)
-            _progress(f"{number} of {len(methods)}: {name}: {_short(row)}")
+            progress(f"{number} of {len(methods)}: {name}: {_short(row)}")
         if link_bits is not None:
             self._simulate(link_bits)
         self._confirm()
@@ -334,7 +333,7 @@ class _Measuring:
         default = torch.get_num_threads()
         powers = [2**power for power in range(self._cores.bit_length()) if 2**power < self._cores]
         threads = sorted({*powers, self._cores, default})
-        _progress("the plain step, by threads, fused optimizer and heap")
+        progress("the plain step, by threads, fused optimizer and heap")
         advice.as_it_is = Setting(default, False, False)
         running: dict[bool, Running] = {}
         try:
@@ -362,7 +361,7 @@ class _Measuring:
                 one.close()
         advice.tried_ms = {setting: median(values[1:] or values) for setting, values in times.items()}
         advice.strongest = min(advice.tried_ms, key=advice.tried_ms.__getitem__)
-        _progress(f"the strongest plain step: {advice.strongest}, {advice.tried_ms[advice.strongest]:.4g} ms")
+        progress(f"the strongest plain step: {advice.strongest}, {advice.tried_ms[advice.strongest]:.4g} ms")
 
     def _start(self, method: Method, setting: Setting, limit: Limit, *, facts: bool = False) -> Running:
         ranks = self._advice.devices if method.ranks else 1
@@ -406,7 +405,7 @@ class _Measuring:
             for size in sizes if len(sizes) > 1 else ():
                 if not half.left_s():
                     break
-                _progress(f"ddp with buckets of {size} MiB")
+                progress(f"ddp with buckets of {size} MiB")
                 limit, method = Limit(self._seconds), ddp(size)
                 with closing(self._start(method, self._setting_of(method), limit)) as running:
                     running.steps(limit, method.warm_steps)
@@ -462,7 +461,7 @@ class _Measuring:
             if not chosen:
                 return
             row = chosen[0]
-            _progress(f"once more, in new processes: {row.name}")
+            progress(f"once more, in new processes: {row.name}")
             self.close()
             again = self._measured(row.name, row.method, show=True)
             row.confirmed = True
@@ -473,11 +472,11 @@ class _Measuring:
             if row.verdict == FASTER:
                 row.judge()
                 row.verdict = row.verdict if again.verdict == FASTER else UNDECIDED
-            _progress(_short(row))
+            progress(_short(row))
 
     def _simulate(self, link_bits: float) -> None:
         """`ooo_ddp` between machines with such links, from layers that are timed one by one."""
-        _progress(f"simulating ooo_ddp on {self._ranks} machines")
+        progress(f"simulating ooo_ddp on {self._ranks} machines")
         advice, method = self._advice, METHODS["ooo_ddp"]
         row = Row(f"ooo_ddp, {self._ranks} machines", method, _OUT)
         advice.rows.append(row)
@@ -519,7 +518,3 @@ def _simulated_gain(timed: Sequence[LayerCost], scale: float, cluster: Cluster) 
 
 def _short(row: Row) -> str:
     return row.verdict if row.gain is None else f"{row.verdict}, {row.gain.median:.3f}"
-
-
-def _progress(text: str) -> None:
-    print(f"retime: {text}", file=sys.stderr, flush=True)

@@ -218,7 +218,7 @@ class Turns(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._timer is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             self._timer = StepTimer(pl_module.device)
-            self._phases = StrategyPhases.attach(trainer.strategy, self._timer)
+            self._phases = StrategyPhases(trainer.strategy, self._timer)
         if self._timer is not None:
             self._timer.start()
 
@@ -231,7 +231,7 @@ class Turns(Callback):
             return
         self._ms.append((perf_counter() - self._began) * 1e3)
         if self._timer is not None:
-            self._phases.detach(self._timer)
+            self._phases.detach()
             self._spans.append([(one.name, one.start_ms, one.duration_ms) for one in self._timer.timing().spans])
         if len(self._ms) >= self._steps:
             self._turn(trainer)

@@ -1,7 +1,20 @@
-"""Errors as the commands say them: one line, with the place if that is in code of the user's."""
+"""What the commands say beside their answers: progress, and errors in one line with their place in the user's code."""
 
+import sys
 import sysconfig
 import traceback
+from pathlib import Path
+
+
+def progress(text: str) -> None:
+    """Say on stderr what is being done."""
+    print(f"retime: {text}", file=sys.stderr, flush=True)
+
+
+def check_folder(option: str, file: Path | None) -> None:
+    """Raise ValueError if the file that an option names could not be written, as its folder is missing."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ValueError(f"{option} {file}: there is no folder {file.parent}; make it first")
 
 
 def one_line(error: BaseException) -> str:

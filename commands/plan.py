@@ -31,7 +31,6 @@ is below the floor, 2 anything else went wrong.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -40,6 +39,7 @@ from typing import Any
 
 import torch
 
+from retime.commands.errors import check_folder, progress
 from retime.commands.job import Job, add_job_options, job_of
 from retime.foundations.messages import show_bytes
 from retime.foundations.parts import dry_part, samples_in
@@ -62,7 +62,6 @@ SUMMARY = "what a byte budget does to a training step, without training"
 _RANKS, _CAP_MIB, _MOST_MIB = 2, 25, 2**20
 """Of DDP: ranks, and its own bucket_cap_mb."""
 
-Say = Callable[[str], None]
 Ask = Callable[..., PlannedShape]
 """For a plan inside so many bytes; says what it does, and saves the plan in a file if one is given."""
 
@@ -71,33 +70,17 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Do what the command line asks for; 0: a plan, 1: the budget is below the floor."""
     _check_device(options.device)
     sharing = _check_ranks(options)
-    _check_outcome(options)
+    check_folder("--save", options.save)  # before minutes of planning
     budget = parse_budget(options.budget, options.device, sharing)
     job = job_of(options, words)
     if not job.optimizers:
-        _progress("no optimizer is known, so its states are not counted: give --optimizer")
+        progress("no optimizer is known, so its states are not counted: give --optimizer")
     ask = partial(_planned, job, options.host, options.batchnorm, _data_parallel(options, job))
-    return plan(job, budget, ask, _progress, options.save)
-
-
-def plan(
-    job: Job,
-    budget_bytes: int,
-    ask: Ask,
-    say: Say = lambda text: None,
-    save: Path | None = None,
-) -> int:
-    """Print what a budget asks for; returns the exit status.
-
-    Raises:
-        ValueError, OSError: what was asked for is no use here.
-        Exception: whatever the step raises.
-    """
     samples = samples_in(job.batch)
     device = next(job.model.parameters()).device
-    print(f"budget          {show_bytes(budget_bytes)}, batch of {samples} on {device}", flush=True)
+    print(f"budget          {show_bytes(budget)}, batch of {samples} on {device}", flush=True)
     try:
-        shape = ask(budget_bytes, say, save)
+        shape = ask(budget, save=options.save)
     except BudgetError as error:
         print(f"refused         {error}")
         _print_floor(error)
@@ -105,7 +88,7 @@ def plan(
         return 1
     _print_plan(shape)
     try:
-        _print_floor(_floor_of(shape, ask, say))
+        _print_floor(_floor_of(shape, ask))
     except Exception as error:  # the plan stands, though the step does not run on a few samples
         print(f"floor           not known: {error}")
     _print_bounds(job, samples)
@@ -118,7 +101,7 @@ def _planned(
     batchnorm: str,
     data_parallel: dict[str, Any],
     budget_bytes: int,
-    say: Say,
+    say: Callable[[str], None] = progress,
     save: Path | None = None,
 ) -> PlannedShape:
     device = next(job.model.parameters()).device
@@ -141,14 +124,14 @@ def _planned(
         step.remove()
 
 
-def _floor_of(shape: PlannedShape, ask: Ask, say: Say) -> BudgetError:
+def _floor_of(shape: PlannedShape, ask: Ask) -> BudgetError:
     """What a refusal would say of this step. A step that fits was not asked what it needs at least."""
     if shape.choice.floor is not None:
         return shape.choice.floor.refusal(0)
-    say("the step fits; searching for the smallest budget")
+    progress("the step fits; searching for the smallest budget")
     lines = count()
     try:
-        ask(1, lambda text: say(text) if next(lines) else None)  # the first tells the budget
+        ask(1, lambda text: progress(text) if next(lines) else None)  # the first tells the budget
     except BudgetError as refusal:
         return refusal
     raise AssertionError("a plan that needs no memory")
@@ -176,14 +159,7 @@ def _print_floor(refusal: BudgetError) -> None:
 
 def _print_bounds(job: Job, samples: int) -> None:
     """The paper's bounds (moDNN, Eq. 6 and 7), from dry runs of two parts of the batch."""
-    dry = TrainingStep(
-        job.model,
-        job.batch,
-        samples,
-        loss=job.loss,
-        optimizers=job.optimizers,
-        split=dry_part,
-    )
+    dry = TrainingStep(job.model, job.batch, samples, loss=job.loss, optimizers=job.optimizers, split=dry_part)
     few = max(1, samples // 4)
     try:
         with preserve_state(job.model):
@@ -249,12 +225,6 @@ def _data_parallel(options: argparse.Namespace, job: Job) -> dict[str, Any]:
     return {"buckets": "gradients" if options.gradient_as_bucket_view else "beside", "reduction_bytes": sums}
 
 
-def _check_outcome(options: argparse.Namespace) -> None:
-    """Before minutes of planning, what would show after them."""
-    if options.save is not None and not options.save.absolute().parent.is_dir():
-        raise ValueError(f"--save {options.save}: there is no folder {options.save.parent}; make it first")
-
-
 def _check_device(name: str) -> None:
     try:
         device = torch.device(name)
@@ -264,7 +234,3 @@ def _check_device(name: str) -> None:
         raise ValueError(f"--device {name}: give cpu, cuda or cuda:<number>")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu")
-
-
-def _progress(text: str) -> None:
-    print(f"retime: {text}", file=sys.stderr, flush=True)

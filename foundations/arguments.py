@@ -14,71 +14,35 @@ import collections.abc
 import inspect
 import math
 import numbers
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-__all__ = ["Above", "AtLeast", "AtMost", "Below", "Timeout", "accepts", "checked", "describe", "is_checkable"]
 
+@dataclass(frozen=True, repr=False)
+class Bound:
+    """What numbers an argument may be: ``Annotated[int, AtLeast(1)]``."""
 
-@dataclass(frozen=True)
-class AtLeast:
-    """In ``Annotated[int, AtLeast(1)]``: no smaller number."""
-
+    text: str
+    compare: Callable[[Any, Any], Any]
     bound: float | timedelta
 
-    def __str__(self) -> str:
-        return f"of {self.bound} or more"
+    def __repr__(self) -> str:
+        return "finite" if self.bound == math.inf else self.text.format(self.bound)
 
     def holds(self, value: Any) -> bool:
-        return bool(value >= self.bound)
+        return bool(self.compare(value, self.bound))
 
 
-@dataclass(frozen=True)
-class AtMost:
-    """No larger number."""
-
-    bound: float | timedelta
-
-    def __str__(self) -> str:
-        return f"of at most {self.bound}"
-
-    def holds(self, value: Any) -> bool:
-        return bool(value <= self.bound)
-
-
-@dataclass(frozen=True)
-class Above:
-    """Only larger numbers."""
-
-    bound: float | timedelta
-
-    def __str__(self) -> str:
-        return f"above {self.bound}"
-
-    def holds(self, value: Any) -> bool:
-        return bool(value > self.bound)
-
-
-@dataclass(frozen=True)
-class Below:
-    """Only smaller numbers."""
-
-    bound: float | timedelta
-
-    def __str__(self) -> str:
-        return "finite" if self.bound == math.inf else f"below {self.bound}"
-
-    def holds(self, value: Any) -> bool:
-        return bool(value < self.bound)
-
+AtLeast, AtMost = partial(Bound, "of {} or more", operator.ge), partial(Bound, "of at most {}", operator.le)
+Above, Below = partial(Bound, "above {}", operator.gt), partial(Bound, "below {}", operator.lt)
 
 _Checked = TypeVar("_Checked", bound=Callable[..., Any] | type)
-_BOUNDS = AtLeast | AtMost | Above | Below
 Timeout = Annotated[timedelta, Above(timedelta(0))]
 
 
@@ -201,11 +165,11 @@ def _lengths(hint: Any) -> tuple[Any, ...]:
     return () if Ellipsis in inside else inside
 
 
-def _bare(hint: Any) -> tuple[Any, tuple[_BOUNDS, ...]]:
+def _bare(hint: Any) -> tuple[Any, tuple[Bound, ...]]:
     if typing.get_origin(hint) is not Annotated:
         return hint, ()
     bare, *marks = typing.get_args(hint)
-    return bare, tuple(mark for mark in marks if isinstance(mark, _BOUNDS))
+    return bare, tuple(mark for mark in marks if isinstance(mark, Bound))
 
 
 _NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}

@@ -1,7 +1,7 @@
 """What each mechanism owns of a training step, and so which of them go together.
 
 Two that own the same thing are refused, with one sentence that says what to do. Whoever puts mechanisms together - a
-strategy, a callback, an object for Accelerate - asks here. CONTRIBUTING.md prints this table.
+strategy, a callback, an object for Accelerate - asks here. CONTRIBUTING.md shows this table.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from itertools import combinations_with_replacement
-
-__all__ = ["Mechanism", "Owned", "Together", "printed_table", "refuse", "together", "why_aside", "why_not"]
 
 
 class Owned(Enum):
@@ -191,18 +188,3 @@ def why_aside(wanted: Mechanism, there: Iterable[Mechanism]) -> str | None:
     """Why a mechanism lets steps run the plain way beside those that are there; None if it need not."""
     reasons = (why_not(wanted, other) for other in there if together(wanted, other) is Together.ASIDE)
     return next(reasons, None)
-
-
-def printed_table() -> str:
-    """The table in Markdown: what each owns, and each pair once."""
-    names = [one.value for one in Mechanism]
-    lines = [
-        "| | owns | " + " | ".join(names) + " |",
-        "|---" * (len(names) + 2) + "|",
-    ]
-    pairs = {pair: together(*pair).value for pair in combinations_with_replacement(Mechanism, 2)}
-    for one in Mechanism:
-        owned = ", ".join(part.value for part in Owned if part in one.owns) or "nothing"
-        cells = [pairs.get((one, other), "") for other in Mechanism]
-        lines.append(f"| {one.value} | {owned} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)

@@ -6,16 +6,42 @@ wrappers around it stay as they are; the model itself may be the torch.nn.GRU th
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from retime.foundations.arguments import checked
 from retime.foundations.messages import warn_no_effect
+from retime.foundations.reports import Report
 from retime.foundations.torch_private.layers import flat_weights
 from retime.mechanisms.scan import Solver, check_solver
-from retime.modules.conversion_report import ConversionReport
 from retime.modules.obstacles import PLAIN, SCANS, obstacles
 from retime.modules.recurrent import ScanRecurrent
+
+
+@dataclass(frozen=True)
+class ConversionReport(Report):
+    """Names as in `model.named_modules()`; the model itself is called "".
+
+    Attributes:
+        swapped: name to what happened, "GRU -> ScanGRU".
+        skipped: name to why that recurrent module stayed as it is.
+    """
+
+    swapped: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def what_was_done(self) -> list[str]:
+        count = len(self.swapped) + len(self.skipped)
+        names = [f"{_named(name)}: {what}" for name, what in self.swapped.items()]
+        return [f"{len(self.swapped)} of {count} recurrent modules converted", *names]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [f"{_named(name)}: {why}" for name, why in self.skipped.items()]
+
+
+def _named(name: str) -> str:
+    return name or "(the model itself)"
 
 
 @checked
@@ -43,8 +69,7 @@ def convert(
     check_solver(solver)
     reasons = obstacles(model)
     if names is not None:
-        wanted = _known([names] if isinstance(names, str) else list(names), reasons)
-        reasons = {name: reasons[name] for name in wanted}
+        reasons = {name: reasons[name] for name in _known(names, reasons)}
         for name, why in reasons.items():
             if why is not None:
                 raise ValueError(f"convert: {name!r} cannot be converted: {why}")
@@ -73,9 +98,7 @@ def convert_back(model: nn.Module, names: str | Iterable[str] | None = None) -> 
     """
     converted = {name: module for name, module in model.named_modules() if isinstance(module, ScanRecurrent)}
     if names is not None:
-        converted = {
-            name: converted[name] for name in _known([names] if isinstance(names, str) else list(names), converted)
-        }
+        converted = {name: converted[name] for name in _known(names, converted)}
     report = ConversionReport()
     for name, module in converted.items():
         scan = type(module)
@@ -88,7 +111,8 @@ def convert_back(model: nn.Module, names: str | Iterable[str] | None = None) -> 
     return report
 
 
-def _known(names: list[str], modules: Mapping[str, object]) -> list[str]:
+def _known(names: str | Iterable[str], modules: Mapping[str, object]) -> list[str]:
+    names = [names] if isinstance(names, str) else list(names)
     for name in names:
         if name not in modules:
             there = ", ".join(repr(other) for other in modules) or "none"

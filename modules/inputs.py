@@ -66,21 +66,13 @@ def unpack(module: nn.RNNBase, input: Tensor | PackedSequence) -> Sequences:
         raise TypeError(f"Scan{name}: input is a {type(input).__name__}; give a tensor or a PackedSequence")
     if input.dim() not in (2, 3):
         raise ValueError(f"{name}: Expected input to be 2D or 3D, got {input.dim()}D tensor instead")
-    if input.dim() == 2:
-        input = input.unsqueeze(1)
-        module.check_input(input, None)
-        check_steps(input)
-        return Sequences(input, 1, batched=False)
+    batched = input.dim() == 3
+    input = input if batched else input.unsqueeze(1)
     module.check_input(input, None)
-    data = input.transpose(0, 1) if module.batch_first else input
-    check_steps(data)
-    return Sequences(data, data.size(1), batch_first=module.batch_first)
-
-
-def check_steps(data: Tensor) -> None:
-    """torch.nn's own refusal of `(0, B, I)`."""
+    data = input.transpose(0, 1) if batched and module.batch_first else input
     if not data.size(0):
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+    return Sequences(data, data.size(1), batched=batched, batch_first=module.batch_first)
 
 
 def check_hidden(module: nn.RNNBase, hx: Any, *, batched: bool) -> tuple[Tensor, ...]:

@@ -44,19 +44,8 @@ class ScanRNN(ScanRecurrent):
         refuse_projection(proj_size)
         if nonlinearity not in MODES:
             raise ValueError(f"Unknown nonlinearity '{nonlinearity}'. Select from 'tanh' or 'relu'.")
-        super().__init__(
-            MODES[nonlinearity],
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device=device,
-            dtype=dtype,
-            solver=solver,
-        )
+        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
+        super().__init__(MODES[nonlinearity], *sizes, device=device, dtype=dtype, solver=solver)
         self.nonlinearity = nonlinearity
 
 
@@ -90,19 +79,8 @@ class ScanGRU(ScanRecurrent):
         proj_size: int | None = None,
     ) -> None:
         refuse_projection(proj_size)
-        super().__init__(
-            "GRU",
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device=device,
-            dtype=dtype,
-            solver=solver,
-        )
+        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
+        super().__init__("GRU", *sizes, device=device, dtype=dtype, solver=solver)
 
 
 class ScanLSTM(ScanRecurrent):
@@ -138,19 +116,8 @@ class ScanLSTM(ScanRecurrent):
             raise ValueError(
                 f"ScanLSTM(proj_size={proj_size}): there is no scan over projected states; use torch.nn.LSTM"
             )
-        super().__init__(
-            "LSTM",
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device=device,
-            dtype=dtype,
-            solver=solver,
-        )
+        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
+        super().__init__("LSTM", *sizes, device=device, dtype=dtype, solver=solver)
 
 
 def refuse_projection(proj_size: int | None) -> None:

@@ -78,11 +78,8 @@ class ScanRecurrent(nn.RNNBase):
             return self.solver == "autograd"
         steps, batch = input.shape[:2]
         shape = torch.Size((batch, steps)) if self.batch_first else torch.Size((steps, batch))
-        first = keeps_torchs_own(self.mode, shape, self.hidden_size, self.input_size, input.dtype)
-        if self.num_layers == 1 or not first:
-            return first
-        width = self.hidden_size * (2 if self.bidirectional else 1)
-        return keeps_torchs_own(self.mode, shape, self.hidden_size, width, input.dtype)
+        widths = [self.input_size, self.hidden_size * (2 if self.bidirectional else 1)][: self.num_layers]
+        return all(keeps_torchs_own(self.mode, shape, self.hidden_size, width, input.dtype) for width in widths)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _scan(self, input: Any, hx: Any) -> Any:
@@ -182,7 +179,3 @@ class ScanRecurrent(nn.RNNBase):
     def extra_repr(self) -> str:
         solver = "" if self.solver == "auto" else f", solver={self.solver!r}"
         return super().extra_repr() + solver
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__.setdefault("solver", "auto")

@@ -135,8 +135,8 @@ class ScanSequential(nn.Sequential):
         key = tuple(id(jacobian) for jacobian, _ in layers)
         if key not in self._scans:
             self._scans[key] = JacobianScan([jacobian.pattern for jacobian, _ in reversed(layers)], self.levels)
-        run = _Run(segment, wanted, self._scans[key])
-        output = _ScanBackward.apply(run, *(segment.outputs[k] for k in wanted))  # type: ignore[no-untyped-call]
+        inputs = (segment.outputs[k] for k in wanted)
+        output = _ScanBackward.apply(segment, wanted, self._scans[key], *inputs)  # type: ignore[no-untyped-call]
         assert isinstance(output, Tensor)
         return output
 
@@ -170,32 +170,19 @@ class _Segment:
         return [k for k, output in enumerate(self.outputs) if output.requires_grad]
 
 
-@dataclass
-class _Run:
-    """What one backward pass needs."""
-
-    segment: _Segment
-    wanted: list[int]
-    scan: JacobianScan
-
-    @property
-    def layers(self) -> list[tuple[LayerJacobian, tuple[Tensor, ...]]]:
-        """Return the layers from the first whose Jacobian is needed to the last one."""
-        return self.segment.layers[self.wanted[0] :]
-
-
 class _ScanBackward(torch.autograd.Function):
     """x_n forward; backward the gradients of all wanted x_k by one scan."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, *wanted: Tensor) -> Tensor:
-        """``wanted`` are the x_k that require grad: their values are those of the forward pass already."""
-        ctx.scan, ctx.wanted = run.scan, run.wanted
-        ctx.jacobians = [jacobian for jacobian, _ in run.layers]
-        ctx.counts = [len(saved) for _, saved in run.layers]
-        ctx.shapes = [(output.shape, output.dtype) for output in run.segment.outputs]
-        ctx.save_for_backward(*(tensor for _, saved in run.layers for tensor in saved))
-        return run.segment.outputs[-1].detach()
+    def forward(ctx: Any, segment: _Segment, wanted: list[int], scan: JacobianScan, *inputs: Tensor) -> Tensor:
+        """``inputs`` are the x_k of ``wanted``, which require grad: their values are there already."""
+        layers = segment.layers[wanted[0] :]
+        ctx.scan, ctx.wanted = scan, wanted
+        ctx.jacobians = [jacobian for jacobian, _ in layers]
+        ctx.counts = [len(saved) for _, saved in layers]
+        ctx.shapes = [(output.shape, output.dtype) for output in segment.outputs]
+        ctx.save_for_backward(*(tensor for _, saved in layers for tensor in saved))
+        return segment.outputs[-1].detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -226,7 +213,7 @@ class _ScanBackward(torch.autograd.Function):
             if not jacobian.is_identity:
                 current = next(scanned)
             at[last - back] = current
-        answers: list[Tensor | None] = [None]
+        answers: list[Tensor | None] = [None, None, None]  # of a segment, numbers and a scan there is none
         for k in ctx.wanted:
             shape, wanted_dtype = ctx.shapes[k]
             answers.append(at[k].t().reshape(shape).to(wanted_dtype))

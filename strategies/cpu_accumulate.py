@@ -64,7 +64,7 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
         self._updates: dict[Optimizer, HostUpdate] = {}
         self._updated = HostUpdateReport()
         """Report of optimizers that were swapped for others."""
-        self._last_report = HostReductionReport()
+        self._last_report: HostReductionReport = HostReductionReport()
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
@@ -77,13 +77,15 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1 and self._reduction is None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self._reduction is not None:
+            updates = ", and the updates are divided" if self._update_on_host else ""
+            rank_zero_info(f"retime: gradients are added up on the host, {self._reduction.report().how}{updates}")
+        elif self.world_size > 1:
             raise RuntimeError(
                 hook_was_not_asked_for("training would be that of plain ddp", "use strategy='ddp' meanwhile")
             )
-        if trainer.state.fn == TrainerFn.FITTING and self._reduction is not None:
-            updates = ", and the updates are divided" if self._update_on_host else ""
-            rank_zero_info(f"retime: gradients are added up on the host, {self._reduction.report().how}{updates}")
 
     def register_hooks(self) -> None:
         model = self.model
@@ -134,9 +136,8 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
         failed = sys.exc_info()[0] is not None
         try:
             if failed and self._updates and self._reduction is not None:
-                self._reduction.close(
-                    failed=True
-                )  # others that wait for gradients fail too, and put the state together
+                # others that wait for gradients fail too, and put the state together
+                self._reduction.close(failed=True)
             for update in self._updates.values():
                 update.remove(failed=failed)
         except BaseException:
@@ -162,6 +163,3 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
         divided = [update.report() for update in self._updates.values()]
         update = reduce(HostUpdateReport.beside, divided, self._updated)
         return replace(self._reduction.report(), update=update if self._update_on_host else None)
-
-    def take_report(self, report: HostReductionReport) -> None:
-        self._last_report = report

@@ -126,12 +126,8 @@ class FusedOptimizerDDPStrategy(HostReductionMixin, _Fused, DDPArguments):
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """What this strategy brings along; in backward mode fusion owns the communication hook itself."""
-        there = super().mechanisms
-        return (*there, Mechanism.HOST_REDUCTION) if self._sums_beside_fusion else there
-
-    @property
-    def _sums_beside_fusion(self) -> bool:
-        return self.reduce_on == "host" and self._stepping.mode == "forward"
+        sums_beside_fusion = self.reduce_on == "host" and self._stepping.mode == "forward"
+        return (*super().mechanisms, Mechanism.HOST_REDUCTION) if sums_beside_fusion else super().mechanisms
 
     def take_report(self, report: FusionReport) -> None:
         self._stepping.take_report(report)

@@ -16,9 +16,7 @@ from retime.foundations.arguments import checked
 from retime.foundations.parts import Split
 from retime.mechanisms.memory_budget import BudgetedStep, parse_budget, parse_host
 from retime.strategies.support.base import SingleDevice
-from retime.strategies.support.budgeted_steps import CHECKPOINT_KEY, Budgeted
-
-__all__ = ["CHECKPOINT_KEY", "MemoryBudgetStrategy"]
+from retime.strategies.support.budgeted_steps import Budgeted
 
 
 class MemoryBudgetStrategy(Budgeted, SingleDevice):

@@ -18,16 +18,10 @@ from retime.mechanisms.memory_budget import (
     SETTING_UP,
     BudgetedDataParallelStep,
     BudgetedStep,
-    BudgetReport,
     parse_budget,
     parse_host,
 )
-from retime.strategies.support.base import (
-    DDPArguments,
-    HostReductionMixin,
-    ReduceOn,
-    refuse_users_hook,
-)
+from retime.strategies.support.base import DDPArguments, HostReductionMixin, ReduceOn, refuse_users_hook
 from retime.strategies.support.budgeted_steps import Budgeted
 from retime.strategies.support.lightning_private import timeout_of
 
@@ -77,17 +71,7 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
         reduce_on: ReduceOn = "device",
         **ddp: Any,
     ) -> None:
-        super().__init__(
-            budget,
-            host,
-            batchnorm,
-            on_shape_change,
-            split_batch,
-            loss_weight,
-            dry_run,
-            plan,
-            **ddp,
-        )
+        super().__init__(budget, host, batchnorm, on_shape_change, split_batch, loss_weight, dry_run, plan, **ddp)
         if reduce_on == "host":
             refuse_users_hook(Mechanism.HOST_REDUCTION, ddp)
         self.reduce_on = reduce_on
@@ -112,9 +96,6 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
             return BudgetedDataParallelStep(model, self.optimizers, budget_bytes, host, agreement=agreement, **options)
 
         return agreement.each_makes(make, BudgetedStep.remove, SETTING_UP)
-
-    def take_report(self, report: BudgetReport | None) -> None:
-        self._last_report = report
 
     def on_exception(self, exception: BaseException) -> None:
         unused = "Expected to have finished reduction" in str(exception)

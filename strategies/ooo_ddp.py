@@ -87,7 +87,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, StepsFused, DDP
         self._wanted, self._max_memory, self._cross_iteration = k, max_memory, cross_iteration
         self._block_names = list(blocks) if blocks is not None else None
         self._ooo: OutOfOrderDataParallel | None = None
-        self._last_report = OutOfOrderReport()
+        self._last_report: OutOfOrderReport = OutOfOrderReport()
         self._known_k: SavedK | None = None
         self._was_searching = False
         self._stepping = FusedStepping(
@@ -249,7 +249,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, StepsFused, DDP
         return report
 
     def take_report(self, report: OutOfOrderReport) -> None:
-        self._last_report = report
+        super().take_report(report)
         steps = FusionReport(mode="forward", plain_steps=report.plain_steps, late_updates=report.late_updates)
         self._stepping.take_report(steps)
 

@@ -62,8 +62,6 @@ from retime.strategies.support.pipeline_hooks import (
     warn_of_gradient_hooks,
 )
 
-__all__ = ["OOOPipelineStrategy"]
-
 Auto = Literal["auto"]
 _OTHERS = "others"
 
@@ -179,7 +177,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._whole_outside = ExitStack()
         self._for_fit = ExitStack()
         self._owners_before: Ownership | None = None
-        self._last_report = PipelineReport()
+        self._last_report: PipelineReport = PipelineReport()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the report; its pipeline begins with its own fit."""
@@ -267,15 +265,11 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self.world_size < 2 or not self._is_fitting:
+        module = self.lightning_module
+        if self.world_size < 2 or module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return super().distributed_sampler_kwargs
         pipeline, data = sizes_of(self.world_size, *self._sizes)
         return {"num_replicas": data, "rank": self.global_rank // pipeline}
-
-    @property
-    def _is_fitting(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     # Steps
 
@@ -355,16 +349,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             log.warn_of_aggregates()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
+        with nullcontext() if self._step is None else self._step.evaluating():
             return super().validation_step(*args, **kwargs)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        if self._step is None:
-            yield
-            return
-        with self._step.evaluating():
-            yield
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -398,10 +384,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, as behind a checkpoint that the first one writes."""
-        if self._step is None:
-            super().barrier(*args, **kwargs)
-            return
-        with messages_of_group(None):
+        with nullcontext() if self._step is None else messages_of_group(None):
             super().barrier(*args, **kwargs)
 
     # Checkpoints
@@ -481,6 +464,3 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     def report(self) -> PipelineReport:
         """What this rank did so far."""
         return self._last_report if self._step is None else self._step.report()
-
-    def take_report(self, report: PipelineReport) -> None:
-        self._last_report = report

@@ -82,12 +82,7 @@ class OOOSingleDeviceStrategy(LightningOnly, StepsFused, SingleDevice):
             parse_bytes("max_memory", max_memory)
         if graph and fuse_updates:
             raise ValueError(f"{NO_UPDATES_IN_GRAPHS}: leave one of fuse_updates=True and graph=True out")
-        self._options: dict[str, Any] = {
-            "threads": threads,
-            "max_memory": max_memory,
-            "layers": layers,
-            "graph": graph,
-        }
+        self._options: dict[str, Any] = {"threads": threads, "max_memory": max_memory, "layers": layers, "graph": graph}
         self._two_streams: TwoStreamBackward | None = None
         self._main_stream = ExitStack()
         self._last_report: TwoStreamReport | None = None

@@ -8,110 +8,100 @@ and for the measured batch only.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import Strategy
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.measure import OTHER
 from retime.foundations.messages import show_bytes, warn_no_effect
+from retime.foundations.patching import layered_methods, replaced_attributes
 from retime.foundations.reports import Report
 from retime.schedules.timeline import Span, write_chrome_trace, write_page, write_png
 from retime.strategies.support.lightning_private import logged_step
 
-_MISSING = object()
-
 
 class PhaseObserver(Protocol):
-    """Told each time the step goes from one phase to the next."""
+    """Measures the phases of a batch."""
+
+    def start(self) -> None:
+        """The batch begins."""
 
     def switch(self, phase: str) -> None:
         """``phase`` is ``"forward"``, ``"backward"``, ``"update"`` or ``"other"``."""
 
+    def stop(self) -> None:
+        """The batch is over, or has failed."""
+
+
+_Observer = TypeVar("_Observer", bound=PhaseObserver)
+
 
 class StrategyPhases:
-    """Stands in for ``training_step``, ``backward`` and ``optimizer_step`` of one strategy object.
+    """Tells an observer of one strategy object's phases: has methods in front of three of its own until :meth:`detach`.
 
     Phases exclude one another: with manual optimization, a backward inside ``training_step`` interrupts the forward.
     The update is ``optimizer_step`` outside its closure, since Lightning's closure is the forward and the backward.
-    Several observers share one stand-in: two stacked ones could not be taken off in any order.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._observers: list[PhaseObserver] = []
+    def __init__(self, strategy: Strategy, observer: PhaseObserver) -> None:
+        self._observer = observer
         self._stack = [OTHER]
         self._told = OTHER
-        self._originals: dict[str, Callable[..., Any]] = {}
-        self._before: dict[str, Any] = {}
-        self._stand_ins: dict[str, Callable[..., Any]] = {
+        methods: dict[str, Callable[..., Any]] = {
             "training_step": self._training_step,
             "backward": self._backward,
             "optimizer_step": self._optimizer_step,
         }
+        self._plain = {name: getattr(strategy, name) for name in methods}
+        self._layers = ExitStack()
+        self._layers.enter_context(layered_methods(strategy, **methods))
 
-    @classmethod
-    def attach(cls, strategy: Strategy, observer: PhaseObserver) -> StrategyPhases:
-        """Tell ``observer`` about ``strategy``'s phases until :meth:`detach`."""
-        phases = getattr(vars(strategy).get("backward"), "__self__", None)
-        if not isinstance(phases, StrategyPhases):
-            phases = cls(strategy)
-            phases._install()
-        phases._observers.append(observer)
-        return phases
-
-    def detach(self, observer: PhaseObserver) -> None:
-        """Tell ``observer`` no more; the last one to go puts the strategy back as it was."""
-        self._observers.remove(observer)
-        if self._observers:
-            return
-        for name, stand_in in self._stand_ins.items():
-            # If somebody else put theirs over ours meanwhile, it is not ours to remove; ours then only passes through.
-            if vars(self._strategy).get(name) != stand_in:
-                continue
-            if self._before[name] is _MISSING:
-                delattr(self._strategy, name)
-            else:
-                setattr(self._strategy, name, self._before[name])
-
-    def _install(self) -> None:
-        for name, stand_in in self._stand_ins.items():
-            self._originals[name] = getattr(self._strategy, name)
-            self._before[name] = vars(self._strategy).get(name, _MISSING)
-            setattr(self._strategy, name, stand_in)
+    def detach(self) -> None:
+        """Tell the observer no more."""
+        self._layers.close()
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._phase("forward"):
-            return self._originals["training_step"](*args, **kwargs)
+            return self._plain["training_step"](*args, **kwargs)
 
     def _backward(self, *args: Any, **kwargs: Any) -> Any:
         with self._phase("backward"):
-            return self._originals["backward"](*args, **kwargs)
+            return self._plain["backward"](*args, **kwargs)
 
     def _optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        step = self._originals["optimizer_step"]
+        step = self._plain["optimizer_step"]
         if closure is do_nothing_closure:  # manual optimization without a closure
             with self._phase("update"):
                 return step(optimizer, closure, *args, **kwargs)
         frame = len(self._stack)
 
-        def closure_then_update() -> Any:
-            with self._phase(OTHER):  # zeroing the gradients is neither forward nor backward
-                try:
-                    return closure()
-                finally:
-                    self._stack[frame] = "update"
+        def then_update(run: Callable[..., Any]) -> Callable[..., Any]:
+            def ran(*given: Any, **more: Any) -> Any:
+                with self._phase(OTHER):  # zeroing the gradients is neither forward nor backward
+                    try:
+                        return run(*given, **more)
+                    finally:
+                        self._stack[frame] = "update"
+
+            return ran
 
         with self._phase(OTHER):  # nothing is updated before the closure has run
-            return step(optimizer, closure_then_update, *args, **kwargs)
+            if not isinstance(closure, Closure):
+                return step(optimizer, then_update(closure), *args, **kwargs)
+            with replaced_attributes(closure, closure=then_update(closure.closure)):  # a fused step takes no other
+                return step(optimizer, closure, *args, **kwargs)
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
@@ -124,11 +114,23 @@ class StrategyPhases:
             self._tell()
 
     def _tell(self) -> None:
-        if self._stack[-1] == self._told:
-            return
-        self._told = self._stack[-1]
-        for observer in self._observers:
-            observer.switch(self._told)
+        if self._stack[-1] != self._told:
+            self._told = self._stack[-1]
+            self._observer.switch(self._told)
+
+
+def check_can_draw(callback: Callback) -> None:
+    """Raise ModuleNotFoundError if there is no matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            f"{type(callback).__name__}(png=True) draws with matplotlib, which is not installed: "
+            'pip install "lightning-retime[recipes]", or give png=False.'
+        )
+
+
+def folder_of(trainer: Trainer, dirpath: str | os.PathLike[str] | None, name: str) -> Path:
+    """Return ``dirpath``, or else the folder ``name`` in the trainer's ``log_dir``; all processes have to ask."""
+    return Path(dirpath if dirpath is not None else Path(trainer.log_dir or ".") / name)
 
 
 def write_timeline(
@@ -182,7 +184,7 @@ def _words(name: str, unit: str) -> str:
     return name.removesuffix(unit).replace("_", " ")
 
 
-class PhaseCallback(Callback):
+class PhaseCallback(Callback, Generic[_Observer]):
     """Measures whole optimizer steps: picks them, listens to their batches and publishes the numbers.
 
     A step is the batches that one optimizer update covers: one, or as many as are accumulated; with manual
@@ -206,25 +208,18 @@ class PhaseCallback(Callback):
         self.warm_up = warm_up
         self._publishes = log  # Lightning puts the module's log method at `callback.log`
         self._seen = self._measured = 0  # in this fit
-        self._under_way = self._measuring = False
+        self._under_way = False
         self._global_step = 0
         self._phases: StrategyPhases | None = None
-        self._observer: PhaseObserver | None = None
+        self._observer: _Observer | None = None
+        """Only while a step is measured: some cannot be sent to other processes."""
 
     @abstractmethod
-    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the last step."""
+    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> _Observer:
+        """What measures each batch of the step that begins."""
 
     @abstractmethod
-    def _begin_batch(self) -> PhaseObserver:
-        """Start measuring; the observer returned hears of the phases."""
-
-    @abstractmethod
-    def _end_batch(self) -> None:
-        """Stop measuring; also called when the batch failed."""
-
-    @abstractmethod
-    def _end_step(self, trainer: Trainer, global_step: int) -> None:
+    def _end_step(self, trainer: Trainer, global_step: int, observer: _Observer) -> None:
         """All batches of the step are measured; ``global_step`` is the trainer's count before it."""
 
     def _check_writable(self, trainer: Trainer, folder: Path) -> None:
@@ -251,12 +246,10 @@ class PhaseCallback(Callback):
         if not self._under_way:
             self._under_way = True
             self._global_step = trainer.global_step
-            self._measuring = self._due()
-            if self._measuring:
-                self._begin_step(trainer, pl_module)
-        if self._measuring:
-            self._observer = self._begin_batch()
-            self._phases = StrategyPhases.attach(trainer.strategy, self._observer)
+            self._observer = self._begin_step(trainer, pl_module) if self._due() else None
+        if self._observer is not None:
+            self._observer.start()
+            self._phases = StrategyPhases(trainer.strategy, self._observer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -268,9 +261,10 @@ class PhaseCallback(Callback):
             return  # this batch's gradients are being accumulated: the step goes on
         self._under_way = False
         self._seen += 1
-        if self._measuring:
+        observer, self._observer = self._observer, None
+        if observer is not None:
             self._measured += 1
-            self._end_step(trainer, self._global_step)
+            self._end_step(trainer, self._global_step, observer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._abandon()  # on_train_batch_start may have returned -1, which ends the epoch without ending the batch
@@ -298,13 +292,13 @@ class PhaseCallback(Callback):
     def _release(self) -> None:
         if self._phases is None or self._observer is None:
             return
-        self._phases.detach(self._observer)
-        self._phases = self._observer = None
-        self._end_batch()
+        self._phases.detach()
+        self._phases = None
+        self._observer.stop()
 
     def _abandon(self) -> None:
         self._release()
-        self._under_way = self._measuring = False
+        self._under_way, self._observer = False, None
 
     def _publish(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Send ``metrics`` to the loggers in a row of their own.

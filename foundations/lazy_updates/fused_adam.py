@@ -39,17 +39,8 @@ class FusedAdam:
         self._amsgrad: bool = group["amsgrad"]
         self._kernel = fused_adam_kernel(decoupled=group["decoupled_weight_decay"])
         beta1, beta2 = group["betas"]
-        self._options = {
-            "amsgrad": self._amsgrad,
-            "lr": group["lr"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": group["weight_decay"],
-            "eps": group["eps"],
-            "maximize": group["maximize"],
-            "grad_scale": None,
-            "found_inf": None,
-        }
+        same = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+        self._options: dict[str, Any] = {**same, "beta1": beta1, "beta2": beta2, "grad_scale": None, "found_inf": None}
 
     @classmethod
     def of(cls, optimizer: Optimizer, step: Callable[..., Any], group: Mapping[str, Any]) -> FusedAdam | None:

@@ -15,6 +15,7 @@ call ``flush()``.
 
 import contextlib
 import copy
+import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -195,62 +196,6 @@ class WatchedState(defaultdict[Any, Any]):
         if self._updating != threading.get_ident():
             self._flush()
 
-    def __getitem__(self, key: Any) -> Any:
-        self._settle()
-        return super().__getitem__(key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._settle()
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._settle()
-        super().__delitem__(key)
-
-    def __iter__(self) -> Any:
-        self._settle()
-        return super().__iter__()
-
-    def __contains__(self, key: object) -> bool:
-        self._settle()
-        return super().__contains__(key)
-
-    def __len__(self) -> int:
-        self._settle()
-        return super().__len__()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._settle()
-        return super().get(key, default)
-
-    def keys(self) -> Any:
-        self._settle()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._settle()
-        return super().values()
-
-    def items(self) -> Any:
-        self._settle()
-        return super().items()
-
-    def pop(self, *args: Any) -> Any:
-        self._settle()
-        return super().pop(*args)
-
-    def clear(self) -> None:
-        self._settle()
-        super().clear()
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        self._settle()
-        super().update(*args, **kwargs)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        self._settle()
-        return super().setdefault(key, default)
-
     def plain(self) -> defaultdict[Any, Any]:
         """The same entries without the watch."""
         self._settle()
@@ -261,6 +206,22 @@ class WatchedState(defaultdict[Any, Any]):
 
     def __reduce__(self) -> Any:
         return self.plain().__reduce__()
+
+
+def _settling(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def settled(state: WatchedState, *args: Any, **kwargs: Any) -> Any:
+        state._settle()
+        return method(state, *args, **kwargs)
+
+    return settled
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__", "__len__"),
+    *("get", "keys", "values", "items", "pop", "clear", "update", "setdefault"),
+):
+    setattr(WatchedState, _name, _settling(getattr(defaultdict, _name)))
 
 
 def watch(optimizer: Optimizer, flush: Callable[[], None]) -> WatchedState:

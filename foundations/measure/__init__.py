@@ -10,9 +10,10 @@ from retime.foundations.measure.memory import (
     status_bytes,
 )
 from retime.foundations.measure.rounds import Spread, speedup, spread
-from retime.foundations.measure.step_timer import OTHER, PHASES, StepTimer, StepTiming, clock_of
+from retime.foundations.measure.step_timer import OTHER, PHASES, Clock, StepTimer, StepTiming
 
 __all__ = [
+    "Clock",
     "LayerTimes",
     "MemoryProbe",
     "MemorySampler",
@@ -22,7 +23,6 @@ __all__ = [
     "Spread",
     "StepTimer",
     "StepTiming",
-    "clock_of",
     "forget_peak",
     "layer_times",
     "peak_so_far",

@@ -25,7 +25,6 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import torch
@@ -108,10 +107,8 @@ class MemorySampler:
 
 # The most memory that this process has had, kept although others forget it.
 #
-# Measuring a phase means that the system forgets the peak before it: the caching allocator's on CUDA, else the
-# resident size's, which the Linux kernel keeps (``VmHWM``, ``ru_maxrss``) and forgets on request (``5`` into
-# ``/proc/self/clear_refs``). So whoever in this project lets a peak be forgotten calls :func:`take_peak` or
-# :func:`forget_peak`, which note it first; :func:`peak_so_far` knows all of them. Resets by others cannot be seen.
+# Whoever in this project lets a peak be forgotten calls :func:`forget_peak`, which notes it first;
+# :func:`peak_so_far` knows all of them. Resets by others cannot be seen.
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
@@ -129,7 +126,7 @@ class PeakWatch:
         begin_bytes: resident now.
 
     Raises:
-        OSError, LookupError: as :func:`take_peak`.
+        OSError, LookupError: as :func:`forget_peak`.
     """
 
     def __init__(self) -> None:
@@ -143,7 +140,7 @@ class PeakWatch:
         return self.peak_bytes
 
 
-def take_peak(device: torch.device = _CPU) -> int:
+def forget_peak(device: torch.device = _CPU) -> int:
     """The peak in bytes since it was forgotten last, or the process began; it begins again at what is in use now.
 
     Args:
@@ -160,15 +157,6 @@ def take_peak(device: torch.device = _CPU) -> int:
     else:
         CLEAR_REFS.write_text("5")
     return peak
-
-
-def forget_peak(device: torch.device = _CPU) -> None:
-    """The peak begins again at what is in use now.
-
-    Raises:
-        OSError, LookupError: as :func:`take_peak`.
-    """
-    take_peak(device)
 
 
 def peak_so_far(device: torch.device = _CPU) -> int:
@@ -208,67 +196,6 @@ def _note(device: torch.device, peak: int) -> int:
 _COUNTER_SLACK_BYTES = 16 * 2**20
 
 
-class _Peak(Protocol):
-    """A peak of bytes in use that can be forgotten."""
-
-    name: str
-
-    def open(self) -> None:
-        """Begin watching."""
-
-    def take(self) -> int:
-        """The peak since :meth:`open` or the last ``take``, and begin anew."""
-
-    def close(self) -> None:
-        """Stop watching."""
-
-
-class _CudaPeak:
-    name = "cuda allocator"
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def open(self) -> None:
-        forget_peak(self._device)
-
-    def take(self) -> int:
-        # No synchronise: the allocator hands out memory when the host asks, ahead of the device.
-        return take_peak(self._device)
-
-    def close(self) -> None:
-        pass
-
-
-class _KernelPeak:
-    name = "VmHWM"
-
-    def open(self) -> None:
-        forget_peak()
-
-    def take(self) -> int:
-        return take_peak()
-
-    def close(self) -> None:
-        pass
-
-
-class _SampledPeak:
-    name = "sampled rss"
-
-    def __init__(self) -> None:
-        self._sampler = MemorySampler("cpu")
-
-    def open(self) -> None:
-        self._sampler.start()
-
-    def take(self) -> int:
-        return max(nbytes for _, nbytes in self._sampler.take())
-
-    def close(self) -> None:
-        self._sampler.stop()
-
-
 class MemoryProbe:
     """Peak bytes by phase of one step, of one batch or of several accumulated ones.
 
@@ -284,15 +211,11 @@ class MemoryProbe:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        device = torch.device(device)
-        self.note = ""
-        self._peak: _Peak
-        if device.type == "cuda":
-            self._peak = _CudaPeak(device)
-        else:
-            self.note = _why_not_kernel_peak()
-            self._peak = _SampledPeak() if self.note else _KernelPeak()
-        self.source = self._peak.name
+        self._device = torch.device(device)
+        cuda = self._device.type == "cuda"
+        self.note = "" if cuda else _why_not_kernel_peak()
+        self.source = "cuda allocator" if cuda else "sampled rss" if self.note else "VmHWM"
+        self._sampler = MemorySampler() if self.note else None
         self._phase: str | None = None
         self._bytes: dict[str, int] = {}
 
@@ -304,7 +227,10 @@ class MemoryProbe:
         """
         if self._phase is not None:
             raise RuntimeError("start() was called twice: call stop() at the end of each batch")
-        self._peak.open()
+        if self._sampler is not None:
+            self._sampler.start()
+        else:
+            forget_peak(self._device)
         self._phase = OTHER
 
     def switch(self, phase: str) -> None:
@@ -323,7 +249,8 @@ class MemoryProbe:
         """Close the batch; does nothing when none is open."""
         if self._phase is not None:
             self._book(self._phase)
-            self._peak.close()
+            if self._sampler is not None:
+                self._sampler.stop()
         self._phase = None
 
     def peaks(self) -> dict[str, int]:
@@ -338,7 +265,11 @@ class MemoryProbe:
         return {**measured, "batch": max(self._bytes.values())}
 
     def _book(self, phase: str) -> None:
-        self._bytes[phase] = max(self._bytes.get(phase, 0), self._peak.take())
+        if self._sampler is not None:
+            peak = max(nbytes for _, nbytes in self._sampler.take())
+        else:  # no synchronise on CUDA: the allocator hands out memory when the host asks, ahead of the device
+            peak = forget_peak(self._device)
+        self._bytes[phase] = max(self._bytes.get(phase, 0), peak)
 
 
 def _why_not_kernel_peak() -> str:

@@ -18,15 +18,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from retime.foundations.streams import has_streams
 from retime.schedules.timeline import Span
-
-__all__ = ["OTHER", "PHASES", "Clock", "StepTimer", "StepTiming", "clock_of"]
 
 PHASES = ("forward", "backward", "update")
 OTHER = "other"
@@ -59,54 +57,30 @@ class StepTiming:
 
     def metrics(self) -> dict[str, float]:
         """The numbers by name; ``communication_exposed_ms`` is left out where it is unknown."""
-        numbers = {
-            "forward_ms": self.forward_ms,
-            "backward_ms": self.backward_ms,
-            "update_ms": self.update_ms,
-            "step_ms": self.step_ms,
-        }
-        if self.communication_exposed_ms is not None:
-            numbers["communication_exposed_ms"] = self.communication_exposed_ms
-        return numbers
+        names = ("forward_ms", "backward_ms", "update_ms", "step_ms", "communication_exposed_ms")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-class Clock(Protocol):
-    """Marks points in time; made by :func:`clock_of`."""
+class Clock:
+    """Marks points in time: by CUDA events in the current stream for CUDA devices, by the host's clock for others."""
 
-    name: str
+    def __init__(self, device: torch.device | str) -> None:
+        self._has_events = has_streams(torch.device(device))
+        self.name = "cuda events" if self._has_events else "host clock"
 
     def mark(self, reuse: Any = None) -> Any:
         """A point in time; ``reuse`` moves an earlier mark to now and is cheaper where marks are objects."""
-
-    def offsets_ms(self, marks: list[Any]) -> list[float]:
-        """Milliseconds from the first mark to each; on CUDA this waits for the device."""
-
-
-def clock_of(device: torch.device | str) -> Clock:
-    """CUDA events in the current stream for CUDA devices, the host's clock for all others."""
-    return _CudaClock() if has_streams(torch.device(device)) else _HostClock()
-
-
-class _HostClock:
-    name = "host clock"
-
-    def mark(self, reuse: float | None = None) -> float:
-        return time.perf_counter()
-
-    def offsets_ms(self, marks: list[float]) -> list[float]:
-        return [(mark - marks[0]) * 1000.0 for mark in marks]
-
-
-class _CudaClock:
-    name = "cuda events"
-
-    def mark(self, reuse: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        if not self._has_events:
+            return time.perf_counter()
         event = reuse if reuse is not None else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         # The current stream of the *calling* thread: inside the backward, autograd has made it the layer's stream.
         event.record()
         return event
 
-    def offsets_ms(self, marks: list[torch.cuda.Event]) -> list[float]:
+    def offsets_ms(self, marks: list[Any]) -> list[float]:
+        """Milliseconds from the first mark to each; on CUDA this waits for the device."""
+        if not self._has_events:
+            return [(mark - marks[0]) * 1000.0 for mark in marks]
         for mark in marks:
             mark.synchronize()
         return [marks[0].elapsed_time(mark) for mark in marks]
@@ -145,7 +119,7 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        self._clock = clock_of(device)
+        self._clock = Clock(device)
         self._watched = None if parameters is None else [p for p in parameters if p.requires_grad]
         self._batches: list[list[_Stretch]] = []
         self._running = False

@@ -6,11 +6,11 @@ import sys
 
 from accelerate import Accelerator
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import sparse_layer
 from retime.foundations.messages import warn_no_effect
+from retime.integrations.accelerate.prepared import prepared_for_ranks
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, HostReductionReport
 
 
@@ -35,18 +35,13 @@ class CPUAccumulate:
         if accelerator.num_processes < 2:
             warn_no_effect("CPUAccumulate has no effect: with one process there are no gradients to add up")
             return
-        if not isinstance(model, DistributedDataParallel):
-            raise ValueError(
-                f"CPUAccumulate needs the DistributedDataParallel model that accelerator.prepare() makes with two "
-                f"processes or more, got {type(model).__name__} ({accelerator.distributed_type}, "
-                f"{accelerator.num_processes} processes)"
-            )
-        layer = sparse_layer(model.module)
+        wrapped = prepared_for_ranks(accelerator, model, type(self).__name__)
+        layer = sparse_layer(wrapped.module)
         if layer is not None:
             raise ValueError(f"CPUAccumulate cannot add up the sparse gradients of {layer!r}: use sparse=False")
-        reducer = HostReducer(accelerator.device, model.process_group, timeout)
+        reducer = HostReducer(accelerator.device, wrapped.process_group, timeout)
         self._reduction = BucketReduction(
-            model, reducer, name="accumulation on the processors", instead="leave out CPUAccumulate"
+            wrapped, reducer, name="accumulation on the processors", instead="leave out CPUAccumulate"
         )
 
     def report(self) -> HostReductionReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from accelerate import Accelerator
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
+from retime.foundations.patching import layered_methods
 from retime.integrations.accelerate.accelerate_private import renew_captured_steps
 from retime.integrations.accelerate.prepared import (
     ONE_PROCESS_OR_DDP,
@@ -58,7 +60,7 @@ class FusedOptimizer:
                 "mixed_precision='fp16' scales gradients, and its GradScaler has to see all of them before the first "
                 "update: use mode='forward', or mixed_precision='bf16'"
             )
-        self._accelerator = accelerator
+        self._clipping = ExitStack()
         self._optimizer = prepared_optimizer(optimizer, type(self).__name__)
         self._mechanism = Mechanism.fusion(self.mode)
         refuse_beside(self._optimizer, self._mechanism)
@@ -67,24 +69,9 @@ class FusedOptimizer:
         )
         if isinstance(self._fusion, BackwardFusion):
             self._fusion.only_when(lambda: bool(accelerator.sync_gradients))
-            self._refuse_norm_clipping()
+            self._clipping.enter_context(layered_methods(accelerator, clip_grad_norm_=_refuse_norm_clipping))
         renew_captured_steps(self._optimizer)
         note_there(self._optimizer, self._mechanism)
-
-    def _refuse_norm_clipping(self) -> None:
-        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError(
-                "backward fusion cannot clip by global norm: updates run before all gradients exist. Use "
-                "mode='forward', or clip_value=... with mode='backward'"
-            )
-
-        self._accelerator.clip_grad_norm_ = clip_grad_norm_
-        self._guards().append(self)
-
-    def _guards(self) -> list[Any]:
-        """The fusions of this accelerator's optimizers that global-norm clipping must not meet."""
-        guards: list[Any] = self._accelerator.__dict__.setdefault("_retime_norm_guards", [])
-        return guards
 
     def flush(self) -> None:
         """Forward mode: run all pending updates now, before reads through an alias of a parameter's memory."""
@@ -104,8 +91,12 @@ class FusedOptimizer:
         """Run all pending updates and remove all hooks."""
         self._fusion.remove()
         note_gone(self._optimizer, self._mechanism)
-        if self in self._guards():
-            self._guards().remove(self)
-            if not self._guards():
-                self._accelerator.__dict__.pop("clip_grad_norm_", None)
+        self._clipping.close()
         renew_captured_steps(self._optimizer)
+
+
+def _refuse_norm_clipping(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "backward fusion cannot clip by global norm: updates run before all gradients exist. Use "
+        "mode='forward', or clip_value=... with mode='backward'"
+    )

@@ -20,8 +20,7 @@ from retime.foundations.arguments import AtLeast, Timeout, checked
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.messages import parse_bytes, warn_no_effect
 from retime.foundations.parts import loss_of
-from retime.integrations.accelerate.pipeline_folders import keep_in_folders, whole_folders
-from retime.integrations.accelerate.pipeline_guards import guards, one_step_a_batch
+from retime.integrations.accelerate.pipeline_guards import guards, keep_in_folders, one_step_a_batch, whole_folders
 from retime.integrations.accelerate.prepared import (
     ONE_PROCESS_OR_DDP,
     note_gone,

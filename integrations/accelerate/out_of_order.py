@@ -7,14 +7,19 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.messages import parse_bytes, warn_no_effect
 from retime.integrations.accelerate.accelerate_private import renew_captured_steps
-from retime.integrations.accelerate.prepared import note_gone, note_there, prepared_optimizer, refuse_beside
+from retime.integrations.accelerate.prepared import (
+    note_gone,
+    note_there,
+    prepared_for_ranks,
+    prepared_optimizer,
+    refuse_beside,
+)
 from retime.integrations.accelerate.state_file import StateFile
 from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderReport, read_saved_k
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel as Deferred
@@ -51,30 +56,21 @@ class OutOfOrderDataParallel:
             if max_memory is not None:
                 parse_bytes("max_memory", max_memory)
             warn_no_effect(f"OutOfOrderDataParallel has no effect: {ALONE}")
-            self._kept = self._keep(accelerator)
-            return
-        if not isinstance(model, DistributedDataParallel):
-            raise ValueError(
-                f"OutOfOrderDataParallel needs the DistributedDataParallel model that accelerator.prepare() makes with "
-                f"two processes or more, got {type(model).__name__} ({accelerator.distributed_type}, "
-                f"{accelerator.num_processes} processes)"
+        else:
+            wrapped = prepared_for_ranks(accelerator, model, type(self).__name__)
+            self._mechanism = Mechanism.out_of_order(cross_iteration=cross_iteration)
+            refuse_beside(self._optimizer, self._mechanism)
+            self._ooo = Deferred(
+                wrapped,
+                [self._optimizer.optimizer] if cross_iteration else [],
+                k=k,
+                max_memory=max_memory,
+                cross_iteration=cross_iteration,
+                blocks=blocks,
             )
-        self._mechanism = Mechanism.out_of_order(cross_iteration=cross_iteration)
-        refuse_beside(self._optimizer, self._mechanism)
-        self._ooo = Deferred(
-            model,
-            [self._optimizer.optimizer] if cross_iteration else [],
-            k=k,
-            max_memory=max_memory,
-            cross_iteration=cross_iteration,
-            blocks=blocks,
-        )
-        renew_captured_steps(self._optimizer)
-        note_there(self._optimizer, self._mechanism)
-        self._kept = self._keep(accelerator)
-
-    def _keep(self, accelerator: Accelerator) -> StateFile:
-        return StateFile(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
+            renew_captured_steps(self._optimizer)
+            note_there(self._optimizer, self._mechanism)
+        self._kept = StateFile(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
 
     @property
     def k(self) -> int:

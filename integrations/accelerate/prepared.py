@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.foundations.compatibility import Mechanism, refuse
 
-ONE_PROCESS_OR_DDP = {
-    DistributedType.NO,
-    DistributedType.MULTI_GPU,
-    DistributedType.MULTI_CPU,
-}
+ONE_PROCESS_OR_DDP = {DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU}
 """Engines that leave gradients, and the optimizer's step, where the mechanisms can reach them."""
 
 
@@ -31,6 +30,20 @@ def prepared_optimizer(optimizer: Optimizer, name: str) -> AcceleratedOptimizer:
             f"{type(optimizer).__name__}"
         )
     return optimizer
+
+
+def prepared_for_ranks(accelerator: Accelerator, model: nn.Module, name: str) -> DistributedDataParallel:
+    """The model, if ``prepare`` has wrapped it for several processes.
+
+    Raises:
+        ValueError: it is not wrapped, or by another engine.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            f"{name} needs the DistributedDataParallel model that accelerator.prepare() makes with two processes or "
+            f"more, got {type(model).__name__} ({accelerator.distributed_type}, {accelerator.num_processes} processes)"
+        )
+    return model
 
 
 def refuse_beside(optimizer: AcceleratedOptimizer, wanted: Mechanism, *, once: bool = False) -> None:

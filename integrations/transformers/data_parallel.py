@@ -19,7 +19,7 @@ from retime.mechanisms.cpu_accumulation import HostReductionReport
 from retime.mechanisms.out_of_order import K, OutOfOrderReport
 
 
-class OutOfOrderDataParallel(DuringTraining):
+class OutOfOrderDataParallel(DuringTraining[OutOfOrderReport]):
     """Hide gradient communication behind weight gradients and the next forward pass, in each ``train()``.
 
     Start one process per device, as for the plain Trainer (``torchrun``), with
@@ -56,16 +56,11 @@ class OutOfOrderDataParallel(DuringTraining):
         if handler is not None:  # what the Trainer will wrap the model with
             handler.gradient_as_bucket_view = True
 
-    def report(self) -> OutOfOrderReport:
-        """What was re-ordered in this training, or in the last one."""
-        report: OutOfOrderReport = self._current_report()
-        return report
-
     def _make(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> OutOfOrder:
         return OutOfOrder(accelerator, model, optimizer, self._k, **self._options)
 
 
-class CPUAccumulate(DuringTraining):
+class CPUAccumulate(DuringTraining[HostReductionReport]):
     """Sum gradients on the host's processors, in memory that the ranks of a machine share, in each ``train()``.
 
     Start one process per device, as for the plain Trainer (``torchrun``). With one process this does nothing, with one
@@ -84,11 +79,6 @@ class CPUAccumulate(DuringTraining):
     def __init__(self, trainer: Trainer, *, timeout: Timeout | None = None) -> None:
         self._options = {"timeout": timeout}
         super().__init__(trainer, Mechanism.HOST_REDUCTION, HostReductionReport())
-
-    def report(self) -> HostReductionReport:
-        """What was summed in this training, or in the last one, and where."""
-        report: HostReductionReport = self._current_report()
-        return report
 
     def _make(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Accumulate:
         return Accumulate(accelerator, model, **self._options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from accelerate import Accelerator
 from torch import nn
@@ -31,7 +31,10 @@ class Removable(Protocol):
         """Take everything off again."""
 
 
-class DuringTraining:
+_Report = TypeVar("_Report")
+
+
+class DuringTraining(Generic[_Report]):
     """A mechanism that a trainer has from now on, in each ``train()``.
 
     Classes that inherit say in :meth:`_make` which object for Accelerate works, and in :meth:`_check` what they refuse.
@@ -45,8 +48,9 @@ class DuringTraining:
         ValueError: an engine other than one device or DistributedDataParallel, or two objects that do not go together.
     """
 
-    def __init__(self, trainer: Trainer, mechanism: Mechanism, report: Any) -> None:
-        self._trainer, self._mechanism, self._report = trainer, mechanism, report
+    def __init__(self, trainer: Trainer, mechanism: Mechanism, report: _Report) -> None:
+        self._trainer, self._mechanism = trainer, mechanism
+        self._report: _Report = report
         self._made: Removable | None = None
         self._on = ExitStack()
         self._check_engine()
@@ -64,24 +68,22 @@ class DuringTraining:
         self.take_off()
         self._given.drop(self)
 
-    @property
-    def _name(self) -> str:
-        return type(self).__name__
-
-    def _current_report(self) -> Any:
-        return self._report if self._made is None else self._made.report()
+    def report(self) -> _Report:
+        """What was done in this training, or in the last one."""
+        report: _Report = self._report if self._made is None else self._made.report()
+        return report
 
     def _check_engine(self) -> None:
-        engine = self._trainer.accelerator.distributed_type
+        name, engine = type(self).__name__, self._trainer.accelerator.distributed_type
         if engine not in ONE_PROCESS_OR_DDP:
             raise ValueError(
-                f"{self._name} runs on one device or under DistributedDataParallel, and this trainer has {engine}: "
+                f"{name} runs on one device or under DistributedDataParallel, and this trainer has {engine}: "
                 "leave out TrainingArguments(deepspeed=..., fsdp=...) and the like"
             )
         if self._trainer.args.n_gpu > 1:
             raise ValueError(
                 f"with one process and {self._trainer.args.n_gpu} GPUs the Trainer uses DataParallel, which copies "
-                f"parameters in each step, and {self._name} does not go with that: start a process a GPU (torchrun), "
+                f"parameters in each step, and {name} does not go with that: start a process a GPU (torchrun), "
                 "or show one GPU only (CUDA_VISIBLE_DEVICES=0)"
             )
 
@@ -120,7 +122,7 @@ class _Given(TrainerCallback):  # type: ignore[misc]  # transformers is not foll
     """All objects that one trainer was given, in order."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.objects: list[DuringTraining] = []
+        self.objects: list[DuringTraining[Any]] = []
         self._trainer = trainer
         self._plain: Callable[..., Any] = trainer.train
         self._in_train = self._begun = False
@@ -132,7 +134,7 @@ class _Given(TrainerCallback):  # type: ignore[misc]  # transformers is not foll
         callbacks = (one for one in trainer.callback_handler.callbacks if isinstance(one, cls))
         return next(callbacks, None) or cls(trainer)
 
-    def add(self, one: DuringTraining) -> None:
+    def add(self, one: DuringTraining[Any]) -> None:
         """Put it on from the next training on."""
         if not self.objects:
             self._trainer.add_callback(self)
@@ -140,7 +142,7 @@ class _Given(TrainerCallback):  # type: ignore[misc]  # transformers is not foll
             self._patch.enter_context(layered_methods(self._trainer, train=self._train))
         self.objects.append(one)
 
-    def drop(self, one: DuringTraining) -> None:
+    def drop(self, one: DuringTraining[Any]) -> None:
         """It is put on no more; perhaps for the second time."""
         if one in self.objects:
             self.objects.remove(one)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 from accelerate import Accelerator
 from torch import nn
 from transformers import Adafactor, Trainer
 
-from retime.foundations.arguments import checked
+from retime.foundations.arguments import Above, checked
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.lazy_updates import check_bucket_bytes, declare_per_parameter
 from retime.foundations.messages import warn_difference
+from retime.foundations.patching import layered_methods
 from retime.integrations.accelerate.fused_optimizer import FusedOptimizer as Fused
 from retime.integrations.transformers.during_training import DuringTraining
 from retime.mechanisms.fusion import FusionReport, check_mode
@@ -20,7 +21,7 @@ from retime.mechanisms.fusion import FusionReport, check_mode
 declare_per_parameter(Adafactor)  # of optim="adafactor": its rates and sums are those of one parameter
 
 
-class FusedOptimizer(DuringTraining):
+class FusedOptimizer(DuringTraining[FusionReport]):
     """Fuse a trainer's optimizer into the backward or the next forward pass (Jiang et al. 2021), in each ``train()``.
 
     Weights, optimizer state, logged losses and checkpoints are bit-identical to the plain Trainer's, with accumulation,
@@ -49,7 +50,7 @@ class FusedOptimizer(DuringTraining):
         mode: str = "backward",
         *,
         bucket_bytes: int | str | None = None,
-        clip_value: float | None = None,
+        clip_value: Annotated[float, Above(0)] | None = None,
     ) -> None:
         self.mode = check_mode(mode)
         check_bucket_bytes(bucket_bytes)
@@ -58,8 +59,6 @@ class FusedOptimizer(DuringTraining):
                 f"clip_value={clip_value!r} is for mode='backward'; in mode='forward' the Trainer clips by norm "
                 "(TrainingArguments(max_grad_norm=...))"
             )
-        if clip_value is not None and not clip_value > 0:
-            raise ValueError(f"clip_value={clip_value!r} must be above 0")
         self._options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "clip_value": clip_value}
         self._told = False
         super().__init__(trainer, Mechanism.fusion(self.mode), FusionReport(self.mode))
@@ -68,11 +67,6 @@ class FusedOptimizer(DuringTraining):
         """Forward mode: run all pending updates now, before reads through an alias of a parameter's memory."""
         if isinstance(self._made, Fused):
             self._made.flush()
-
-    def report(self) -> FusionReport:
-        """What was fused in this training, or in the last one."""
-        report: FusionReport = self._current_report()
-        return report
 
     def _check(self) -> None:
         args = self._trainer.args
@@ -123,4 +117,4 @@ class FusedOptimizer(DuringTraining):
                 )
             return None
 
-        accelerator.clip_grad_norm_ = clip_grad_norm_  # goes with that of the object for Accelerate
+        self._on.enter_context(layered_methods(accelerator, clip_grad_norm_=clip_grad_norm_))

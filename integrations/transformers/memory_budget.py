@@ -27,7 +27,7 @@ _INSTEAD = (
 )
 
 
-class MemoryBudget(DuringTraining):
+class MemoryBudget(DuringTraining[BudgetReports]):
     """Keep a trainer's steps inside a number of bytes (Chen et al. 2019, moDNN), in each ``train()``.
 
     Activations are offloaded to the host during ``compute_loss`` and come back in the backward pass, as planned for the
@@ -64,11 +64,6 @@ class MemoryBudget(DuringTraining):
         self._plans: dict[str, Any] = {}
         self._batches = 0
         super().__init__(trainer, Mechanism.MEMORY_BUDGET, BudgetReports())
-
-    def report(self) -> BudgetReports:
-        """What was planned and done in this training, or in the last one: a list that prints as text."""
-        report: BudgetReports = self._current_report()
-        return report
 
     def save_plan(self, path: str | os.PathLike[str]) -> None:
         """Write the plans so far to a file, for ``plan=`` in other runs; during a training, as from a callback.

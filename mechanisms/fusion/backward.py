@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import torch
@@ -179,37 +179,6 @@ class FusedParameter:
             self.parameter.grad = self.guard
 
 
-# ``optimizer.step()`` of a hand-written loop, which updates what the backward pass left over.
-
-
-class WrappedStep:
-    """The optimizer's ``step``, with a call in front of it and one behind.
-
-    Args:
-        optimizer: whose method it is.
-        begin: called behind the closure, if there is one.
-        end: called when the optimizer's own ``step`` has returned.
-    """
-
-    def __init__(self, optimizer: Optimizer, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._begin, self._end = begin, end
-        self._method = ReplacedMethod(optimizer, "step", self._step)
-
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._begin()
-        self._method.inner()
-        self._end()
-        return loss
-
-    def restore(self) -> None:
-        """Put the former method back."""
-        self._method.restore()
-
-
 # Graphs with nodes that are written in Python, and may run a backward pass of their own.
 
 
@@ -253,13 +222,12 @@ def refuse_more_gradients(followed: FusedParameter) -> None:
         )
 
 
-def refuse_changes(used: Iterable[FusedParameter]) -> None:
+def refuse_changes(used: list[FusedParameter]) -> None:
     """Called by ``optimizer.step()``, with parameters whose gradients have been used up and stand under a guard.
 
     Raises:
         RuntimeError: a gradient or a parameter has been changed since.
     """
-    used = list(used)
     if any(followed.parameter.grad is not followed.guard for followed in used):
         raise RuntimeError(
             "a gradient was cleared or replaced between backward() and optimizer.step(), but backward fusion has "
@@ -353,7 +321,7 @@ class BackwardFusion:
         self._bucket: list[FusedParameter] = []
         self._bucket_size = 0
         self._window: PartialOptimizer | None = None
-        self._own_step: WrappedStep | None = None
+        self._own_step: ReplacedMethod | None = None
         self.follow_new_parameters()
 
     def __reduce__(self) -> Any:
@@ -375,7 +343,18 @@ class BackwardFusion:
 
     def complete_in_step(self) -> None:
         """Let ``optimizer.step()`` of a hand-written loop update what the backward pass left over."""
-        self._own_step = WrappedStep(self.optimizer, self.begin_rest, self.end_step)
+        self._own_step = ReplacedMethod(self.optimizer, "step", self._step_of_loop)
+
+    def _step_of_loop(self, closure: Callable[[], Any] | None = None) -> Any:
+        assert self._own_step is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.begin_rest()
+        self._own_step.inner()
+        self.end_step()
+        return loss
 
     def only_when(self, condition: Callable[[], bool]) -> None:
         """Fuse a backward pass only where this holds, too: for loops that know which one belongs to a step."""
@@ -552,10 +531,6 @@ class BackwardFusion:
         self._live_bytes = 0
         self._window = None
 
-    def go_on_from(self, report: FusionReport) -> None:
-        """Count on in this report of a fusion before."""
-        self._report = report
-
     def report(self) -> FusionReport:
         """What was fused so far."""
         return self._report
@@ -575,7 +550,7 @@ class BackwardFusion:
 
 def _fuse_again(optimizer: Optimizer, options: dict[str, Any], completes: bool, report: FusionReport) -> BackwardFusion:
     fusion = BackwardFusion(optimizer, **options)
-    fusion.go_on_from(report)
+    fusion._report = report
     if completes:
         fusion.complete_in_step()
     return fusion

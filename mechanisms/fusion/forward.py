@@ -67,7 +67,8 @@ class ForwardFusion:
         self._modules = list(model.modules()) if model is not None else []
         self._report = FusionReport(mode="forward", parameters=len(parameters_of(optimizer)))
         self._pending: list[PendingUpdate] = []
-        self._removed = False
+        self.is_removed = False
+        """Whether the optimizer has its own methods back."""
         self._handles: list[Any] = flush_before_opaque_forward(model) if model is not None else []
         if isinstance(model, DistributedDataParallel):
             # gradients may live in DDP's buckets, which the coming backward pass overwrites
@@ -201,16 +202,11 @@ class ForwardFusion:
         """What was deferred so far."""
         return self._report
 
-    @property
-    def is_removed(self) -> bool:
-        """Whether the optimizer has its own methods back."""
-        return self._removed
-
     def remove(self) -> None:
         """Bring all parameters up to date and give the optimizer its own methods back."""
-        if self._removed:
+        if self.is_removed:
             return
-        self._removed = True
+        self.is_removed = True
         self.flush()
         if self._on_compilation in compilation_callbacks.start_callbacks:
             compilation_callbacks.remove_start_callback(self._on_compilation)

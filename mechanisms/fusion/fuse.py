@@ -128,20 +128,15 @@ def fuse_optimizer(
 def check_can_fuse_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise ValueError if updates inside of the backward pass can't be right, saying what to change."""
     check_can_fuse(model, optimizer)
-    refuse_backward_hooks(model)
-    reason = why_not_this_zero_grad(optimizer)
-    if reason is not None:
-        raise ValueError(f"cannot fuse this optimizer into the backward pass: {reason}")
-
-
-def refuse_backward_hooks(model: nn.Module) -> None:
-    """Raise ValueError if a module's backward hook could read weights that are updated already."""
     for name, module in model.named_modules():
         if any(backward_hooks(module)):
             raise ValueError(
                 f"the backward hook of {name or 'the model'} may read weights that are updated already by then: "
                 "use mode='forward', or remove the hook"
             )
+    reason = why_not_this_zero_grad(optimizer)
+    if reason is not None:
+        raise ValueError(f"cannot fuse this optimizer into the backward pass: {reason}")
 
 
 def check_can_fuse(model: nn.Module, optimizer: Optimizer) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from retime.foundations.measure import Spread, clock_of, speedup, spread
+from retime.foundations.measure import Clock, Spread, speedup, spread
 
 __all__ = ["PhaseClock", "Spread", "interleave", "middle_step", "pinned", "speedup", "spread"]
 
@@ -74,7 +74,7 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._clock = clock_of(device)
+        self._clock = Clock(device)
         self._marks: list[list[Any]] = []
 
     def start(self) -> None:

@@ -119,11 +119,8 @@ def given_device(strategy: SingleDeviceStrategy) -> torch.device:
 
 def skips_backward(trainer: Trainer) -> bool:
     """Whether a callback takes the backward pass away (SWA's BatchNorm epoch); for memory budgets."""
-    try:  # in place, as each batch asks
-        return bool(trainer.fit_loop._skip_backward)
-    except AttributeError:
-        feature = "memory budgets in StochasticWeightAveraging's BatchNorm epoch"
-        return bool(read_private(trainer.fit_loop, "_skip_backward", feature))
+    feature = "memory budgets in StochasticWeightAveraging's BatchNorm epoch"
+    return bool(read_private(trainer.fit_loop, "_skip_backward", feature))
 
 
 def logged_step(trainer: Trainer) -> int:
@@ -207,13 +204,9 @@ def averages_models(strategy: Strategy) -> bool:
 @contextmanager
 def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
     """``module.log`` inside logs as it does in that hook; for memory budgets, which log after their sub-batches."""
-    name, feature = "_current_fx_name", "the logged values of memory budgets"
-    before = read_private(module, name, feature)
-    write_private(module, name, hook, feature)
-    try:
+    read_private(module, "_current_fx_name", "the logged values of memory budgets")
+    with replaced_attributes(module, _current_fx_name=hook):
         yield
-    finally:
-        write_private(module, name, before, feature)
 
 
 def sync_on_forward(metric: Metric, sync: bool) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from retime.foundations.messages import warn_difference
+from retime.foundations.patching import replaced_attributes
 from retime.mechanisms.pipeline import PipelineStep, is_on_meta, refuse_part_of_model
 
 
@@ -68,11 +69,8 @@ def left_on_meta(module: LightningModule | None) -> Iterator[None]:
     if module is None or not is_on_meta(module):
         yield
         return
-    vars(module)["cpu"] = lambda: module
-    try:
+    with replaced_attributes(module, cpu=lambda: module):
         yield
-    finally:
-        del vars(module)["cpu"]
 
 
 @contextmanager
@@ -91,29 +89,19 @@ def clipped_by_all(precision: Precision, step: PipelineStep) -> Iterator[None]:
         if any(parameter.grad is not None for parameter in precision.main_params(optimizer)):  # else torch raises
             by_value(optimizer, clip_val)
 
-    vars(precision).update(clip_grad_by_norm=clip, clip_grad_by_value=clip_values)
-    try:
+    with replaced_attributes(precision, clip_grad_by_norm=clip, clip_grad_by_value=clip_values):
         yield
-    finally:
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            vars(precision).pop(name, None)
 
 
 @contextmanager
 def metrics_of(module: LightningModule, data_group: Any) -> Iterator[None]:
     """Inside, metrics add up over the data parallel ranks: those of a pipeline have the same states."""
-    metrics = [one for one in module.modules() if isinstance(one, Metric)]
-    before: list[tuple[Metric, Any, Callable[..., Any] | None]] = []
-    for metric in metrics:
-        before.append((metric, metric.process_group, metric.distributed_available_fn))
-        metric.process_group = data_group
-        if data_group is None:
-            metric.distributed_available_fn = _not_distributed
-    try:
+    available = {"distributed_available_fn": _not_distributed} if data_group is None else {}
+    with ExitStack() as around:
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                around.enter_context(replaced_attributes(metric, process_group=data_group, **available))
         yield
-    finally:
-        for metric, group, available in before:
-            metric.process_group, metric.distributed_available_fn = group, available
 
 
 def _not_distributed() -> bool:

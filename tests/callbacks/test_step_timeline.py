@@ -17,9 +17,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-import retime.callbacks.step_timeline as step_timeline
 from retime.callbacks.peak_memory import PeakMemory
 from retime.callbacks.step_timeline import StepTimeline
+from retime.callbacks.support import phases
 from retime.callbacks.support.phases import StrategyPhases
 from retime.foundations.measure.step_timer import EXPOSED, StepTimer, StepTiming
 from retime.foundations.messages import NoEffectWarning
@@ -304,12 +304,21 @@ def test_a_stand_in_put_over_ours_meanwhile_is_kept() -> None:
 
     strategy: Any = Strategy()
     timer = StepTimer()
-    phases = StrategyPhases.attach(strategy, timer)
+    phases = StrategyPhases(strategy, timer)
     ours = strategy.training_step
     strategy.training_step = theirs = lambda: ours()
-    phases.detach(timer)
+    phases.detach()
     assert vars(strategy) == {"training_step": theirs}
     assert strategy.training_step() == "step"
+
+
+def test_measured_steps_of_a_fused_optimizer_are_fused() -> None:
+    timeline, memory = quiet(), PeakMemory()
+    trainer = fit([timeline, memory], strategy="fused_optimizer")
+    report = trainer.strategy.report()  # type: ignore[attr-defined]
+    assert (report.steps, report.plain_steps) == (6, {})
+    assert len(timeline.timings) == len(memory.peaks) == 6
+    assert all(count(timing) == {"forward": 1, "backward": 1, "update": 1} for timing in timeline.timings)
 
 
 @pytest.mark.parametrize("hook", GRADIENT_READING_HOOKS)
@@ -333,7 +342,7 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception]
 
 
 def test_drawing_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_timeline, "find_spec", lambda name: None)
+    monkeypatch.setattr(phases, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="or give png=False"):
         StepTimeline()
     StepTimeline(png=False)
