@@ -1,20 +1,21 @@
-"""What each layer of a network costs on a GPU: counted on torch's meta device, timed with a roofline.
+"""What each layer of a network costs on the paper's GPUs, and the clusters that these are in.
 
-A *layer* is a convolution or linear layer with all that runs up to the next one (normalisation, activation, pooling):
-the unit that reverse-first-k defers, since only its weight gradient is a kernel of its own worth deferring. Its batch
-normalisation's gradients come with the output gradient.
+Layers are counted on torch's meta device and timed with a roofline. A *layer* is a convolution or linear layer with all
+that runs up to the next one (normalisation, activation, pooling): the unit that reverse-first-k defers, since only its
+weight gradient is a kernel of its own worth deferring. Its batch normalisation's gradients come with the output
+gradient. GPUs are those of the paper's Table 1, clusters those of Table 2.
 
 Legend: B batch. One multiplication with its addition is one MAC, two operations.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retime.schedules import LayerCost
+from retime.schedules import Cluster, LayerCost, Link
 
 BYTES = 4  # of a number: the paper trains in single precision
 _MS_PER_S = 1e3
@@ -132,3 +133,57 @@ def _operations(module: nn.Module, inputs: Tensor, output: Tensor) -> Operations
 def _kernel_ms(gpu: Gpu, macs: float, numbers: float) -> float:
     seconds = max(2 * macs / gpu.operations_per_s, numbers * BYTES / gpu.memory_bytes_per_s)
     return seconds / gpu.efficiency * _MS_PER_S
+
+
+# Peaks in single precision and of the memory, from NVIDIA's data sheets.
+TITAN_XP = Gpu("Titan XP", 12.15e12, 547.7e9)
+P100 = Gpu("P100", 9.3e12, 732e9)  # the PCIe model, which the paper has
+P100_SXM2 = Gpu("P100 SXM2", 10.6e12, 732e9)
+V100 = Gpu("V100", 15.7e12, 900e9)
+
+# Two of a V100's NVLinks, 25 GB/s each, in one direction of a ring over the four GPUs of a p3.8xlarge.
+NVLINK = Link(2 * 25e9 * 8, 0.01)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A cluster of Table 2 as Figure 10 uses it.
+
+    Args:
+        gpu: its GPUs.
+        devices: the numbers of GPUs on Figure 10's axis.
+        devices_per_node: GPUs in a full node.
+        bits_per_s: of the network between nodes, as its data sheet has it.
+        batch_size: per GPU, for networks that `batch_sizes` does not name.
+        batch_sizes: per GPU and network, as section 8.3 gives them.
+    """
+
+    gpu: Gpu
+    devices: tuple[int, ...]
+    devices_per_node: int
+    bits_per_s: float
+    batch_size: int
+    batch_sizes: dict[str, int]
+
+    def cluster(self, devices: int, share: float, latency_ms: float) -> Cluster:
+        """So many of its GPUs on as few nodes as hold them; the network carries `share` of what it should.
+
+        Raises:
+            ValueError: the GPUs fill no whole number of nodes.
+        """
+        per_node = min(devices, self.devices_per_node)
+        if devices % per_node:
+            raise ValueError(f"devices={devices} do not fill nodes of {per_node}: give a multiple")
+        network = Link(self.bits_per_s * share, latency_ms)
+        return Cluster(devices // per_node, per_node, network, NVLINK)
+
+    def with_efficiency(self, efficiency: float) -> "Setting":
+        return replace(self, gpu=replace(self.gpu, efficiency=efficiency))
+
+
+# Section 8.3 names the batch sizes of ResNet-50 and -101; the other networks take the smaller one.
+SETTINGS = {
+    "Priv-A": Setting(TITAN_XP, (1, 2, 4, 8), 1, 10e9, 64, {}),
+    "Priv-B": Setting(P100, (1, 2, 4, 8, 16, 20), 1, 20e9, 64, {}),
+    "Pub-A": Setting(V100, (1, 2, 4, 8, 16, 32, 48), 4, 10e9, 96, {"ResNet-50": 128}),
+}

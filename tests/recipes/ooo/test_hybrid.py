@@ -6,8 +6,7 @@ from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.recipes.core.schema import register_all, settings_of
-from retime.recipes.ooo.hybrid import BOTH, FIRST_K, FORWARDED, PLAIN, Hybrid, Hybrids
-from retime.recipes.ooo.pipeline_scaling import STEP
+from retime.recipes.ooo.pipeline_scaling import BOTH, FIRST_K, FORWARDED, PLAIN, STEP, Hybrid, Hybrids
 from retime.recipes.ooo.settings import PaperPipelineSettings
 
 

@@ -11,11 +11,9 @@ from retime.recipes.core.claims import Claim, Target
 from retime.recipes.core.published import paper
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import register_all, settings_of
-from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.claims import claim, target
-from retime.recipes.ooo.pipeline import STEP, PipelineTargets, simulated_ms
-from retime.recipes.ooo.pipeline_links import PipelineLinks
-from retime.recipes.ooo.settings import PipelineSettings
+from retime.recipes.ooo.pipeline import STEP, PipelineLinks, PipelineTargets, simulated_ms
+from retime.recipes.ooo.settings import PipelineSettings, of_case
 
 ONE_CASE = ["~cases.eight_ranks", "~cases.eight_ranks_far"]
 SMALL = [*ONE_CASE, "rounds=1", "warmup_rounds=0", "steps=1", "ranks=2", "layers=4", "micro_batches=2", "unit_ms=2"]

@@ -24,8 +24,8 @@ from retime.recipes.ooo.pipeline_scaling import (
     Case,
     PipelineScaling,
 )
-from retime.recipes.ooo.pipeline_timelines import AT_ONCE, DEALT, FORWARDED, PLAIN, PipelineTimelines
 from retime.recipes.ooo.settings import PaperPipelineSettings
+from retime.recipes.ooo.timelines import AT_ONCE, DEALT, FORWARDED, PLAIN, PipelineTimelines
 
 
 def settings_with(experiment: str, *overrides: str) -> PaperPipelineSettings:

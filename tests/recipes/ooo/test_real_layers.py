@@ -9,7 +9,7 @@ from rich.console import Console
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.ooo.claims import target
-from retime.recipes.ooo.real_layers import STEP, RealLayers
+from retime.recipes.ooo.pipeline import STEP, RealLayers
 from retime.recipes.ooo.settings import PipelineSettings
 
 SIZES = {"GPT-2": ("n_layer", "n_embd"), "BERT": ("num_hidden_layers", "hidden_size")}
