@@ -1,20 +1,16 @@
 """What a recipe is, and how one runs: point by point, saved after each, finished ones skipped."""
 
 import datetime
-import importlib.resources
 import os
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hydra.utils import get_class
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -179,24 +175,6 @@ class CaseRecipe(Recipe[S]):
     over: tuple[tuple[str, str], ...] = (("case", "cases"),)
 
 
-def recipe_of(result: Result) -> Recipe[Any]:
-    """The recipe that made a result: the class that it names, or its experiment's of now, if that has moved since.
-
-    Raises:
-        ImportError: there is no such class, and no experiment of the result's name.
-    """
-    module, _, name = result.recipe.rpartition(".")
-    try:
-        kind = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        experiment = importlib.resources.files("retime.conf") / "experiment" / f"{result.name}.yaml"
-        if not experiment.is_file():
-            raise ImportError(f"{result.recipe} is not there, nor an experiment {result.name}") from error
-        kind = get_class(str(OmegaConf.create(experiment.read_text(encoding="utf-8")).recipe))
-    recipe: Recipe[Any] = kind()
-    return recipe
-
-
 def result_folder(settings: Settings, overrides: Sequence[str], axes: Sequence[str]) -> Path:
     """`outputs/<paper>/<figure>/<hardware>[/<override>...]`, where each override that is not an axis adds a folder.
 
@@ -244,8 +222,7 @@ def _fingerprint(settings: Settings, axes: Sequence[str]) -> dict[str, Any]:
 
 def _same(old: Point, fingerprint: dict[str, Any], here: machine.Provenance) -> bool:
     machine_is_same = old.hardware == here["hardware"] and old.versions == here["versions"]
-    settings = {**old.settings, "recipe": fingerprint["recipe"]}  # its class may have moved since
-    return machine_is_same and settings == fingerprint
+    return machine_is_same and old.settings == fingerprint
 
 
 def _progress(console: Console) -> Progress:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from retime.recipes import report
 from retime.recipes.core import machine
-from retime.recipes.core.recipe import Measured, recipe_of
+from retime.recipes.core.recipe import Measured
 from retime.recipes.core.results import Result, Row, load
 from retime.recipes.core.schema import Hardware
 from retime.recipes.fusion.figures import Optimizers, SavedTime
@@ -96,19 +96,6 @@ def test_another_machine_measures_again(
     monkeypatch.setattr("retime.recipes.core.machine.hardware", lambda: {"processor": "another"})
     recipe.run(settings, tmp_path, quiet)
     assert recipe.asked == [1, 4, 16] * 2
-
-
-def test_a_recipe_that_has_moved_is_the_one_of_its_experiment(
-    settings: FusionSettings, tmp_path: Path, quiet: Console
-) -> None:
-    recipe = Counting()
-    before = recipe.run(dataclasses.replace(settings, recipe="retime.recipes.fusion.gone.SavedTime"), tmp_path, quiet)
-    assert type(recipe_of(before)) is SavedTime
-    after = recipe.run(settings, tmp_path, quiet)
-    assert recipe.asked == [1, 4, 16], "what was measured before it moved is kept"
-    assert after.recipe == settings.recipe
-    with pytest.raises(ImportError, match=r"gone.SavedTime is not there, nor an experiment mine"):
-        recipe_of(dataclasses.replace(before, name="mine"))
 
 
 def test_an_interrupted_run_continues(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
