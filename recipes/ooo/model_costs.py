@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from retime.schedules import Cluster, LayerCost, Link
 
 BYTES = 4  # of a number: the paper trains in single precision
-_MS_PER_S = 1e3
-# How often a layer's work is read or written, in tensors of its input's or output's size: a forward pass reads one and
-# writes one; an output gradient reads the gradient and what the forward pass kept, and writes one; a weight gradient
-# reads input and gradient.
-_TENSORS_FORWARD, _TENSORS_OUTPUT_GRADIENT = 1.0, 1.5
+OUTPUT_GRADIENT_TRAFFIC = 1.5
+"""Numbers that an output gradient moves over those of a forward pass, which reads one tensor of its input's or output's
+size and writes one: it reads the gradient and what the forward pass kept, and writes one. A weight gradient reads input
+and gradient."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,10 @@ def layer_costs(operations: Sequence[Operations], gpu: Gpu, batch_size: int) -> 
         for o in layer:
             numbers = (o.numbers_in + o.numbers_out) * batch_size
             macs = o.macs * batch_size
-            forward_ms += _kernel_ms(gpu, macs, _TENSORS_FORWARD * numbers + o.parameters)
-            output_ms += _kernel_ms(gpu, macs, _TENSORS_OUTPUT_GRADIENT * numbers + o.parameters)
+            forward_ms += kernel_ms(gpu, macs, numbers + o.parameters)
+            output_ms += kernel_ms(gpu, macs, OUTPUT_GRADIENT_TRAFFIC * numbers + o.parameters)
             if o.has_kernel:
-                weight_ms += _kernel_ms(gpu, macs, numbers + o.parameters)
+                weight_ms += kernel_ms(gpu, macs, numbers + o.parameters)
         costs.append(LayerCost(forward_ms, output_ms, weight_ms, BYTES * sum(o.parameters for o in layer)))
     return costs
 
@@ -112,10 +111,8 @@ def compute_ms(costs: Sequence[LayerCost]) -> float:
 
 def calibrated(gpu: Gpu, operations: Sequence[Operations], batch_size: int, step_ms: float) -> Gpu:
     """The GPU with the efficiency at which this network's forward and backward pass take `step_ms`."""
-    ideal_ms = compute_ms(
-        layer_costs(operations, Gpu(gpu.name, gpu.operations_per_s, gpu.memory_bytes_per_s), batch_size)
-    )
-    return Gpu(gpu.name, gpu.operations_per_s, gpu.memory_bytes_per_s, ideal_ms / step_ms)
+    ideal_ms = compute_ms(layer_costs(operations, replace(gpu, efficiency=1.0), batch_size))
+    return replace(gpu, efficiency=ideal_ms / step_ms)
 
 
 def _operations(module: nn.Module, inputs: Tensor, output: Tensor) -> Operations:
@@ -130,9 +127,16 @@ def _operations(module: nn.Module, inputs: Tensor, output: Tensor) -> Operations
     return Operations(macs, inputs.numel(), output.numel(), parameters, has_kernel)
 
 
-def _kernel_ms(gpu: Gpu, macs: float, numbers: float) -> float:
+def kernel_ms(gpu: Gpu, macs: float, numbers: float) -> float:
+    """A kernel that fills the GPU, by its roofline.
+
+    Args:
+        gpu: its peaks and which share of them is reached.
+        macs: that it computes.
+        numbers: that it reads and writes.
+    """
     seconds = max(2 * macs / gpu.operations_per_s, numbers * BYTES / gpu.memory_bytes_per_s)
-    return seconds / gpu.efficiency * _MS_PER_S
+    return seconds / gpu.efficiency * 1e3
 
 
 # Peaks in single precision and of the memory, from NVIDIA's data sheets.

@@ -26,7 +26,6 @@ from retime.recipes.ooo.model_costs import (
     P100_SXM2,
     SETTINGS,
     V100,
-    Gpu,
     Operations,
     Setting,
     calibrated,
@@ -353,9 +352,8 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
         return self._operations[model]
 
     def _check(self, settings: SimulatedSettings, model: str) -> float:
-        gpu = P100_SXM2
         assert self._efficiency is not None
-        known = Gpu(gpu.name, gpu.operations_per_s, gpu.memory_bytes_per_s, self._efficiency)
+        known = dataclasses.replace(P100_SXM2, efficiency=self._efficiency)
         step_ms = compute_ms(layer_costs(self._count(settings, model), known, _CHECKED_BATCH))
         return round(1e3 * _CHECKED_BATCH / step_ms, 1)
 
