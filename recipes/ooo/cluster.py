@@ -14,17 +14,16 @@ from typing import Any
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, show
 from retime.recipes.core.measure import Spread, speedup, spread
-from retime.recipes.core.of_points import titled
+from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, rate_text, run_ranks
 from retime.recipes.emulated.ranks import sent_bytes
 from retime.recipes.ooo.claims import claim
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
-from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, label, variant
+from retime.recipes.ooo.variants import BOUNDS, COMMUNICATION, COMPUTE, label, variant
 from retime.recipes.ooo.worker import BUCKET_BYTES, serve
 
-PAPER = "ooo-backprop"
 BALANCED = "balanced"
 IDLE = "processor idle"
 PEAK, FIRST_PEAK = "peak memory", "peak of the first steps"
@@ -173,7 +172,7 @@ def strongest_peer(point: Point) -> str | None:
 
 def bound_ms(point: Point) -> list[float]:
     """In each round the longer of computation and communication: no schedule can step faster."""
-    bounds = [point.values(name, "step") for name in (COMPUTE, COMMUNICATION) if point.has(name, "step")]
+    bounds = [point.values(name, "step") for name in BOUNDS if point.has(name, "step")]
     return [max(values) for values in zip(*bounds, strict=True)]
 
 
@@ -182,6 +181,12 @@ def bound_fraction(point: Point, name: str) -> Spread | None:
     if not point.has(name, "step") or not point.has(COMPUTE, "step"):
         return None
     return speedup(bound_ms(point), point.values(name, "step"))
+
+
+def percent_more(point: Point, name: str, other: str, quantity: str) -> Spread | None:
+    """By how many percent a variant's values are above another's, in each round."""
+    over = ratio(point, name, other, quantity)
+    return None if over is None else spread([100 * (one - 1) for one in over.rounds])
 
 
 def busy_ceiling(point: Point) -> Spread | None:
@@ -210,7 +215,7 @@ def bound_notes(point: Point, place: str) -> list[str]:
     lines = [f"- {place}: {cluster['hosts']} hosts, {rate}{carried}"]
     for name in point.variants("step"):
         found = bound_fraction(point, name)
-        if found and name not in (COMPUTE, COMMUNICATION):
+        if found and name not in BOUNDS:
             lines.append(f"- {place}: {label(name)} reaches {show(found, 'x')} of max(compute, communication)")
             if point.has(name, IDLE) and point.at.get("compute") != "emulated":
                 lines[-1] += f"; it leaves its core idle {show(spread(point.values(name, IDLE)), 'ms')} a step"
@@ -307,7 +312,7 @@ class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
             for name in point.variants(PEAK):
                 if name.startswith("ooo_"):
                     remark = f"{point.at['case']}, {label(name)}; above an idle process with a group"
-                    lines.append(Comparison(claim("memory"), overhead_percent(point, name), remark))
+                    lines.append(Comparison(claim("memory"), percent_more(point, name, "ddp", PEAK), remark))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -329,7 +334,7 @@ class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
         names = [name for name in result.points[0].variants(PEAK) if name != "ddp"]
         for index, name in enumerate(names):
             shift = (index - (len(names) - 1) / 2) * 0.8 / len(names)
-            known = [(place + shift, overhead_percent(point, name)) for place, point in enumerate(points)]
+            known = [(place + shift, percent_more(point, name, "ddp", PEAK)) for place, point in enumerate(points)]
             places, values = [x for x, value in known if value], [value for _, value in known if value]
             charts.points_with_spread(axes, places, values, label(name), index)
         peaks = [f"{point.at['case']}\nDDP: {spread(point.values('ddp', PEAK)).median:.0f} MiB" for point in points]
@@ -341,11 +346,3 @@ class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
         axes.set_ylabel("peak memory of a fit over DDP's, one rank (%)")
         charts.legend_beside(axes)
         charts.save(drawing, path)
-
-
-def overhead_percent(point: Point, name: str) -> Spread | None:
-    """Peak memory that a variant adds to plain DDP's, in percent, a value a round."""
-    if not point.has(name, PEAK) or not point.has("ddp", PEAK):
-        return None
-    pairs = zip(point.values(name, PEAK), point.values("ddp", PEAK), strict=True)
-    return spread([100 * (ours / plain - 1) for ours, plain in pairs])

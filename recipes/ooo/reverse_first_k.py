@@ -32,10 +32,11 @@ from retime.recipes.ooo.cluster import (
     bound_ms,
     bound_notes,
     busy_ceiling,
+    percent_more,
     strongest_peer,
 )
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
-from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, label
+from retime.recipes.ooo.variants import BOUNDS, label
 
 REAL, EMULATED = "real", "emulated"
 
@@ -110,9 +111,7 @@ class Hosts(OnRanks):
         drawing, panels = charts.one_or_panels(titled(result), len(kinds), sharey=True)
         for axes, kind in zip(panels, kinds, strict=True):
             points = sorted((point for point in result.points if point.at["compute"] == kind), key=_order)
-            names = dict.fromkeys(
-                name for point in points for name in point.variants("step") if name not in (COMPUTE, COMMUNICATION)
-            )
+            names = dict.fromkeys(name for point in points for name in point.variants("step") if name not in BOUNDS)
             for index, name in enumerate(names):
                 known = [point for point in points if point.has(name, "step")]
                 hosts = [point.at["hosts"] for point in known]
@@ -161,10 +160,8 @@ class Sweep(OnRanks):
             best = best_fixed(point)
             if best is None:
                 continue
-            found, peer = ratio(point, "ddp", best), strongest_peer(point)
-            over = ratio(point, peer, best)
-            note = f"{over.median:.2f} x over {label(peer)}" if peer and over and peer != "ddp" else ""
-            lines.append(Comparison(Target(f"best k of the sweep ({best}) over ddp", "x", 1.25), found, note))
+            wanted = Target(f"best k of the sweep ({best}) over ddp", "x", 1.25)
+            lines.append(Comparison(wanted, ratio(point, "ddp", best), _peer_note(point, best)))
             if point.has("ooo_tuned", "step"):
                 auto = f"auto k={point.facts['cluster']['k']}"
                 lines.append(Comparison(target("sweep-search"), within_best(point), auto))
@@ -186,29 +183,27 @@ class Sweep(OnRanks):
 
     def draw(self, result: Result, path: Path) -> None:
         (point,) = result.points
-        samples = 1e3 * point.facts["cluster"]["batch_size"] * point.facts["cluster"]["hosts"]
         drawing, axes = charts.figure(titled(result, _links(point)), width=9)
         names = fixed(point)
-        speeds = [_throughput(point.values(name, "step"), samples) for name in names.values()]
+        speeds = [throughput(point, point.values(name, "step")) for name in names.values()]
         if names:
             charts.points_with_spread(axes, list(names), speeds, "every k, interleaved", 0, line=True)
         for index, name in enumerate((name for name in point.variants("step") if name.startswith("ddp")), start=1):
-            middle = _throughput(point.values(name, "step"), samples).median
+            middle = throughput(point, point.values(name, "step")).median
             axes.axhline(middle, color=charts.COLOURS[index], linestyle="--", linewidth=1.2, label=label(name))
-        bound = _throughput(bound_ms(point), samples).median
+        bound = throughput(point, bound_ms(point)).median
         axes.axhline(bound, color=charts.GREY, linewidth=1.5, label="bound max(compute, communication)")
-        way = point.facts.get("search", {}).get("path", [])
+        way = [(k, throughput(point, [ms]).median) for k, ms in point.facts.get("search", {}).get("path", [])]
         if way:
             axes.plot(
-                [k for k, _ in way],
-                [samples / ms for _, ms in way],
+                *zip(*way, strict=True),
                 color=charts.COLOURS[3],
                 marker="x",
                 linestyle=":",
                 label="the search's own measurements, in order",
             )
-            for number, (k, ms) in enumerate(way, start=1):
-                axes.annotate(str(number), (k, samples / ms), textcoords="offset points", xytext=(4, 5), fontsize=8)
+            for number, place in enumerate(way, start=1):
+                axes.annotate(str(number), place, textcoords="offset points", xytext=(4, 5), fontsize=8)
         axes.set_xlabel("k: layers whose weight gradients are computed last")
         axes.set_ylabel("samples per second, all hosts")
         axes.set_ylim(bottom=0)
@@ -230,16 +225,7 @@ def best_fixed(point: Point) -> str | None:
 def within_best(point: Point) -> Spread | None:
     """By how many percent the tuned k's steps are longer than those of the sweep's best k, in each round."""
     best = best_fixed(point)
-    if best is None or not point.has("ooo_tuned", "step"):
-        return None
-    pairs = zip(point.values("ooo_tuned", "step"), point.values(best, "step"), strict=True)
-    return spread([100 * (tuned / other - 1) for tuned, other in pairs])
-
-
-def search_steps(point: Point) -> int | None:
-    """How many training steps k="auto" took to decide, if its run said so."""
-    steps = point.facts.get("search", {}).get("steps")
-    return None if steps is None else int(steps)
+    return None if best is None else percent_more(point, "ooo_tuned", best, "step")
 
 
 def concavity_breaks(speeds: dict[int, float]) -> int:
@@ -252,10 +238,6 @@ def concavity_breaks(speeds: dict[int, float]) -> int:
     up = sum(after < 0.99 * before for before, after in pairwise(values[: top + 1]))
     down = sum(after > 1.01 * before for before, after in pairwise(values[top:]))
     return up + down
-
-
-def _throughput(step_ms: list[float], samples: float) -> Spread:
-    return spread([samples / value for value in step_ms])
 
 
 def _links(point: Point) -> str:
@@ -386,7 +368,7 @@ def _mlp(point: Point) -> list[Comparison]:
         among = ", ".join(str(k) for k in fixed(point))
         note = f"auto k={point.facts['cluster']['k']}, best {best} of k={among}; ooo_ksweep has the full sweep"
         lines.append(Comparison(target("search"), within_best(point), note))
-    steps = search_steps(point)
+    steps = point.facts.get("search", {}).get("steps")
     if steps is not None:
         lines.append(Comparison(target("search-steps"), spread([float(steps)])))
     return lines
@@ -410,7 +392,7 @@ def _memory(point: Point, timed: Point | None) -> list[Comparison]:
 
 def _all_identical(point: Point) -> bool:
     found = point.facts["final weights bit-identical to ddp, on all ranks"].split(", ")
-    return all(name in found for name in point.variants("step") if name not in (COMPUTE, COMMUNICATION))
+    return all(name in found for name in point.variants("step") if name not in BOUNDS)
 
 
 def _ceiling_note(point: Point) -> str:

@@ -35,7 +35,7 @@ _NAME = re.compile(
     r"(?P<priority>priority)|ddp(?P<tuned>_tuned_buckets)"
     r"|(?:ddp|ooo_(?P<k>auto|tuned|k\d+)(?P<waiting>_waiting)?)(?P<small>_layer_buckets)?"
 )
-COMPUTE, COMMUNICATION = "compute", "communication"
+BOUNDS = COMPUTE, COMMUNICATION = "compute", "communication"
 """The bounds, measured beside the variants: a rank alone, and nothing but the all-reduce of all gradients."""
 
 
@@ -99,7 +99,7 @@ def variant(name: str) -> Variant:
 
 def label(name: str) -> str:
     """A variant's name for people."""
-    if name in (COMPUTE, COMMUNICATION):
+    if name in BOUNDS:
         return f"{name} alone"
     one = variant(name)
     if one.priority:

@@ -21,7 +21,7 @@ from retime.recipes.ooo.cluster import (
     bound_fraction,
     bound_ms,
     identical,
-    overhead_percent,
+    percent_more,
     strongest_peer,
 )
 from retime.recipes.ooo.reverse_first_k import Hosts, Sweep, Targets, best_fixed, concavity_breaks, within_best
@@ -200,7 +200,7 @@ def test_reports_are_made_from_the_json_alone(name: str, tmp_path: Path) -> None
 
 def test_memory_overhead_is_in_percent() -> None:
     _, result = results()["memory"]
-    extra = overhead_percent(result.points[0], "ooo_k3")
+    extra = percent_more(result.points[0], "ooo_k3", "ddp", PEAK)
     assert extra is not None
     assert extra.rounds == pytest.approx([1.5])
 
