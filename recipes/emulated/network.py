@@ -133,29 +133,28 @@ def _join(first: str, second: str) -> list[Host]:
     for name in (first, second):
         call("ip", "netns", "add", name)
     call("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
-    hosts = []
-    for number, name in enumerate((first, second)):
-        address = f"{_SUBNET}.{number + 1}"
-        call("ip", "-n", name, "link", "set", "eth0", "addrgenmode", "none")
-        call("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-        for device in ("lo", "eth0"):
-            call("ip", "-n", name, "link", "set", device, "up")
-        hosts.append(Host(("ip", "netns", "exec", name), "eth0", address))
-    return hosts
+    return [_host(name, number) for number, name in enumerate((first, second))]
 
 
 def _plug_in(name: str, switch: str, number: int) -> Host:
     """A host's namespace with its cable to the switch."""
-    address, port = f"{_SUBNET}.{number + 1}", f"port{number}"
+    port = f"port{number}"
     call("ip", "netns", "add", name)
     call("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
-    for namespace, device in ((name, "eth0"), (switch, port)):
-        # no IPv6 address of its own: gloo would have two to choose from
-        call("ip", "-n", namespace, "link", "set", device, "addrgenmode", "none")
-    call("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+    call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none")
     call("ip", "-n", switch, "link", "set", port, "master", "bridge")
-    for namespace, device in ((switch, port), (name, "eth0"), (name, "lo")):
-        call("ip", "-n", namespace, "link", "set", device, "up")
+    call("ip", "-n", switch, "link", "set", port, "up")
+    return _host(name, number)
+
+
+def _host(name: str, number: int) -> Host:
+    """A host whose cable is there: it gets its address, and all of it is up."""
+    address = f"{_SUBNET}.{number + 1}"
+    # no IPv6 address of its own: gloo would have two to choose from
+    call("ip", "-n", name, "link", "set", "eth0", "addrgenmode", "none")
+    call("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+    for device in ("eth0", "lo"):
+        call("ip", "-n", name, "link", "set", device, "up")
     return Host(("ip", "netns", "exec", name), "eth0", address)
 
 

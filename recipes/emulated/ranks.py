@@ -159,11 +159,9 @@ def _all_reduce_bits(mib: int, repeats: int) -> float:
 
 def _tcp_bits(mib: int, repeats: int) -> float:
     """From rank 1 to rank 0, whose address is the group's."""
-    from os import environ
-
     found: list[float | int | None] = [None]
     if dist.get_rank() == 0:
-        with socket.create_server((environ["MASTER_ADDR"], 0)) as server:
+        with socket.create_server((os.environ["MASTER_ADDR"], 0)) as server:
             found[0] = server.getsockname()[1]
             dist.broadcast_object_list(found, src=0)
             connection, _ = server.accept()
@@ -172,7 +170,7 @@ def _tcp_bits(mib: int, repeats: int) -> float:
     else:
         dist.broadcast_object_list(found, src=0)
         if dist.get_rank() == 1:
-            with socket.create_connection((environ["MASTER_ADDR"], int(found[0] or 0))) as connection:
+            with socket.create_connection((os.environ["MASTER_ADDR"], int(found[0] or 0))) as connection:
                 for _ in range(repeats):
                     connection.sendall(bytes(mib * MIB))
                     connection.recv(1)
