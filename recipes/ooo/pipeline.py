@@ -32,13 +32,13 @@ from retime.recipes.emulated import (
     unavailable,
 )
 from retime.recipes.ooo.claims import claim, pipelines, target
+from retime.recipes.ooo.pipeline_scaling import GPIPE, OURS
 from retime.recipes.ooo.pipeline_scaling import ONE as ONE_GPU
 from retime.recipes.ooo.pipeline_worker import ONE, schedule_of, serve
 from retime.recipes.ooo.settings import PipelineSettings, of_case
 
 STEP = "step"
-GPIPE, ZBV = "gpipe", "zbv"
-OURS = "ooo2"
+ZBV, TORCH_GPIPE = "zbv", "torch GPipe"
 PAPERS_RANKS = 4
 
 
@@ -210,9 +210,6 @@ class PipelineLinks(PipelineTargets):
             note = f"{case}, emulated compute: {name} over {peer}; simulated {planned:.2f}; {OURS} {ours.median:.2f}"
             lines.append(Comparison(published, speedup(point.values(peer, STEP), point.values(name, STEP)), note))
         return [*lines, *map(worst_error, points.values())]
-
-
-TORCH_GPIPE = "torch GPipe"
 
 
 class RealLayers(Recipe[PipelineSettings]):

@@ -247,34 +247,35 @@ def memory(request: dict[str, Any]) -> dict[str, Any]:
     for warm_up in ("ddp", "ooo_k0"):
         # loads code, starts threads and opens connections that would count as the model's otherwise
         Fits(small, batch * 4, request["optimizer"]).fit(warm_up)
-    peaks = [_Peak()]
+    peaks = _Peaks()
     size = gradient_bytes(_model(request))
-    peaks.append(_Peak())
-    fits = _fits(request, lambda batches: _Announced(batches, lambda: peaks.append(_Peak())))
+    peaks.next()
+    fits = _fits(request, lambda batches: _Announced(batches, peaks.next))
     fits.tuned_k = request["k"]
     k = fits.fit(name).k
-    before, first, later = (peak.bytes() for peak in peaks)
+    before, first, later = peaks.end()
     return {"first_bytes": first - before, "later_bytes": later - before, "k": k, "gradient_bytes": size}
 
 
-class _Peak:
-    """The peak of resident bytes from its making to the next one's."""
-
-    _running: "_Peak | None" = None
+class _Peaks:
+    """The peaks of resident bytes from its making to `next`, from each `next` to the next one, and to the end."""
 
     def __init__(self) -> None:
-        if _Peak._running is not None:
-            _Peak._running.bytes()
-        self._probe = MemoryProbe(CPU)
-        self._found: int | None = None
-        self._probe.start()
-        _Peak._running = self
+        self._bytes: list[int] = []
+        self._begin()
 
-    def bytes(self) -> int:
-        if self._found is None:
-            self._probe.stop()
-            self._found = int(self._probe.peaks()["batch"])
-        return self._found
+    def next(self) -> None:
+        self.end()
+        self._begin()
+
+    def end(self) -> list[int]:
+        self._probe.stop()
+        self._bytes.append(self._probe.peaks()["batch"])
+        return self._bytes
+
+    def _begin(self) -> None:
+        self._probe = MemoryProbe(CPU)
+        self._probe.start()
 
 
 class _Announced(list[Batch]):
