@@ -39,6 +39,8 @@ class OnRanks(Recipe[OutOfOrderSettings]):
     """A recipe that measures inside `Trainer.fit` on ranks: of an emulated cluster, or of loopback (`hardware=cpu`)."""
 
     def references(self, point: Point) -> dict[str, str]:
+        if self.quantity != "step":
+            return {}
         found = {"speed over ddp": "ddp"}
         peer = strongest_peer(point)
         return found if peer in (None, "ddp") else {**found, f"speed over {peer}": peer}
@@ -233,9 +235,6 @@ class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
 
     quantity = "loss"
 
-    def references(self, point: Point) -> dict[str, str]:
-        return {}
-
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = of_case(settings, at["case"])
         with self.network(case, case.hosts, case.rate) as network:
@@ -299,9 +298,6 @@ class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
     """Each case is a network; each variant's peak comes from fresh processes."""
 
     quantity = PEAK
-
-    def references(self, point: Point) -> dict[str, str]:
-        return {}
 
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
         return self.peaks(of_case(settings, at["case"]), tick)

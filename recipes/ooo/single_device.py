@@ -77,11 +77,11 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"]}
         facts |= {"reports": {}, "kept": {}, "layers": {}}
         times: dict[str, list[float]] = {}
-        fits = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
+        fits: dict[str, dict[str, Any]] = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
         fuses = bool(case.get("fuse_updates"))
         if fuses:
-            fused = {"method": "fused_optimizer"}
-            fits |= {_label(f"{PLAIN}, fused_optimizer", n): {"threads": n, **fused} for n in range(1, threads + 1)}
+            fused = "fused_optimizer"
+            fits |= {_label(f"{PLAIN}, {fused}", n): {"threads": n, "method": fused} for n in range(1, threads + 1)}
         environments = environments_of(settings.allocators, settings.libraries, missing)
         with tempfile.TemporaryDirectory() as cache:
             if settings.compiled:
