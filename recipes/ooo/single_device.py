@@ -160,7 +160,8 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         for point in result.points:
             case = point.at["case"]
             lines += [f"- {case}: no {name}: {reason}" for name, reason in point.facts["missing"].items()]
-            lines += [f"- {case}: {label} has a first step of {s:g} s, which compiles" for label, s in _first_s(point)]
+            first_s = point.facts.get("first compiled step (s)", {})
+            lines += [f"- {case}: {label} has a first step of {s:g} s, which compiles" for label, s in first_s.items()]
             same = [f"{show(over, 'x')} with {_allocator(label)}" for label, over in gains(point).items()]
             lines += [f"- {case}: two streams over the best plain step of the same allocator: {', '.join(same)}."]
             lines += [f"- {case}, {label}: {said}" for label, said in point.facts["reports"].items()]
@@ -267,7 +268,7 @@ def _is_looked_at(point: Point) -> bool:
 
 def _to_show(result: Result) -> list[tuple[str, Point]]:
     """The points of which a step is drawn, least and most gain, and what is said of each."""
-    looked_at = [point for point in result.points if _is_looked_at(point) and one_step.is_there(point.facts)]
+    looked_at = [point for point in result.points if _is_looked_at(point) and one_step.BUSY in point.facts]
     there = [(best_gain(point, PLAIN)[2], point) for point in looked_at]
     ordered = sorted(((over.median, p) for over, p in there if over is not None), key=lambda one: one[0])
     ends = [("least gain", *ordered[0]), ("most gain", *ordered[-1])] if ordered else []
@@ -280,10 +281,6 @@ def _label(kind: str, threads: int) -> str:
 
 def _allocator(label: str) -> str:
     return label.removeprefix(f"{TWO_STREAMS}, ")
-
-
-def _first_s(point: Point) -> list[tuple[str, float]]:
-    return [*point.facts.get("first compiled step (s)", {}).items()]
 
 
 def _median(values: list[float]) -> float:

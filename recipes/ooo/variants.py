@@ -50,10 +50,6 @@ class Variant:
     tuned_buckets: bool = False
     priority: bool = False
 
-    @property
-    def ours(self) -> bool:
-        return self.k is not None
-
     def strategy(self, layer_bucket_mb: float, tuned_k: int | None = None) -> Strategy:
         """A new strategy; `tuned_k` is what "tuned" stands for. With tuned buckets all ranks call this."""
         if self.priority:
