@@ -290,10 +290,12 @@ class _Measuring:
     def everything(self, link_bits: float | None) -> None:
         """Measure all methods, then the advised one once more."""
         advice = self._advice
-        self._find_strongest()
         try:
+            self._find_strongest()
             self._base_of(PLAIN)
         except MethodError as error:
+            if error.missing:
+                raise ModuleNotFoundError(str(error), name=error.missing) from error
             raise ValueError(f"the plain step does not run: {error}") from error
         methods = self._methods()
         for number, (name, method) in enumerate(methods.items(), 1):
@@ -352,10 +354,6 @@ class _Measuring:
                     times[setting].append(running[setting.kept_heap].block(limit, guess, **how)[0])
                 if began - limit.left_s() > limit.left_s():
                     break
-        except MethodError as error:
-            if error.missing:
-                raise ModuleNotFoundError(str(error), name=error.missing) from error
-            raise ValueError(f"the plain step does not run: {error}") from error
         finally:
             for one in running.values():
                 one.close()

@@ -197,12 +197,19 @@ class Turns(Callback):
         said: texts of the package's warnings, filled while training goes on.
         facts: go with the first answer.
         callbacks: of the method; the first has its report, else the strategy.
+        of_report: what else of that report goes with each answer.
     """
 
     def __init__(
-        self, before_bytes: int, said: list[tuple[str, str]], facts: dict[str, Any], callbacks: list[Any]
+        self,
+        before_bytes: int,
+        said: list[tuple[str, str]],
+        facts: dict[str, Any],
+        callbacks: list[Any],
+        of_report: Callable[[Any], dict[str, Any]],
     ) -> None:
         self._before_bytes, self._said, self._facts, self._callbacks = before_bytes, said, facts, callbacks
+        self._of_report = of_report
         self._steps, self._ms, self._began = FIRST_STEPS, list[float](), 0.0
         self._spans: list[Any] = []
         self._wants_weights = False
@@ -239,7 +246,7 @@ class Turns(Callback):
 
     def _turn(self, trainer: Trainer) -> None:
         self._probe.stop()
-        report = getattr([*self._callbacks, trainer.strategy][0], "report", str)
+        report = getattr([*self._callbacks, trainer.strategy][0], "report", str)()
         if self._facts:
             names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
             has_fused = any("fused" in group and not group["fused"] for group, _ in self._kernels)
@@ -250,8 +257,9 @@ class Turns(Callback):
                 "ms": self._ms,
                 "peak_bytes": max(0, self._probe.peaks()["batch"] - self._before_bytes),
                 "said": list(self._said),
-                "report": str(report() or ""),
+                "report": str(report or ""),
                 "spans": self._spans,
+                **self._of_report(report),
                 **weights,
                 **self._facts,
             }
@@ -307,6 +315,7 @@ def fit_in_turns(
     devices: int,
     trainer: dict[str, Any],
     facts: dict[str, Any],
+    of_report: Callable[[Any], dict[str, Any]] = lambda report: {},
 ) -> None:
     """Train by a method, on the batches over and over; a :class:`Turns` answers from inside.
 
@@ -317,6 +326,7 @@ def fit_in_turns(
         devices: ranks, of which this process is one.
         trainer: more arguments of the Trainer.
         facts: go with the first answer.
+        of_report: what else of the method's report goes with each answer.
 
     Raises:
         RuntimeError: the fit ended by itself.
@@ -327,7 +337,7 @@ def fit_in_turns(
     with warnings.catch_warnings():
         _listen(said)
         options = {**method.options(), **trainer}
-        turns = Turns(psutil.Process().memory_info().rss - own_bytes, said, facts, [*options["callbacks"]])
+        turns = Turns(psutil.Process().memory_info().rss - own_bytes, said, facts, [*options["callbacks"]], of_report)
         options["callbacks"].append(turns)
         fit = Trainer(
             accelerator="cpu", devices=devices, max_epochs=1, logger=DummyLogger(), limit_val_batches=0,

@@ -28,8 +28,12 @@ LEFT_OF = {
     },
     "conf": set(),
 }
-BESIDES = {"commands/configured.py": {"recipes"}, "recipes/advice/demo.py": {"commands"}}
-"""What a file imports besides its folder: one reads configurations, and is imported where one is named; one measures as
+BESIDES = {
+    "commands/configured.py": {"recipes"},
+    "recipes/advice/demo.py": {"commands"},
+    "recipes/ooo/single_device.py": {"commands"},
+}
+"""What a file imports besides its folder: one reads configurations, and is imported where one is named; two measure as
 a command does."""
 ROOMS = {"mechanisms", "foundations", "schedules"}
 WITHOUT_FACE = {"foundations/torch_private"}

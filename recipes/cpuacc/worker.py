@@ -23,8 +23,8 @@ from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch, Run, Training, step_phases, train
 from retime.recipes.cpuacc.layer_times import QUANTITIES, LayerTimes
 from retime.recipes.cpuacc.rank_ordered import RANK_ORDERED
-from retime.recipes.emulated.rank import joined, tell
-from retime.recipes.ooo.fits import gradient_bytes
+from retime.recipes.emulated.ranks import joined, tell
+from retime.recipes.ooo.worker import gradient_bytes
 
 ALONE = "one rank alone"
 HOST, GLOO, PIECES, COPY = "shared memory", "gloo", "gloo, 4 pieces at once", "plain copy"

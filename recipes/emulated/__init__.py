@@ -7,9 +7,8 @@ It needs root, `ip` and `tc`; `unavailable()` says what is missing. `loopback(ho
 without a rate, for anybody.
 """
 
-from retime.recipes.emulated.network import Network, emulated_network, loopback
+from retime.recipes.emulated.network import ClusterUnavailable, Network, emulated_network, loopback, unavailable
 from retime.recipes.emulated.ranks import RankError, run_ranks
-from retime.recipes.emulated.requirements import ClusterUnavailable, unavailable
 from retime.recipes.emulated.sleeping import SleepingLayer, sleeping_copy
 from retime.schedules.network import parse_rate, rate_text
 

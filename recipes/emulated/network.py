@@ -6,19 +6,28 @@ h2 [eth0]=====[port2]            nothing of the machine's own network changes.
 
 h0 [eth0]=====[eth0] h1          Two hosts need no switch: one cable, shaped at both ends. Every hop of an emulated
                                  network is work for the processors that the ranks train on, which a real one is not.
+
+Names tell who made a namespace, so that those of a killed process are found and removed. What all of it needs from the
+machine, and the calls of `ip` and `tc` themselves, stand at the end.
 """
 
 import contextlib
+import functools
+import itertools
+import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from retime.foundations.workers import free_port
-from retime.recipes.emulated.namespaces import new_prefix, remove, remove_stale
-from retime.recipes.emulated.requirements import ClusterUnavailable, call, unavailable
 
 MOST_HOSTS = 64
 _CABLE = 2
@@ -124,29 +133,28 @@ def _join(first: str, second: str) -> list[Host]:
     for name in (first, second):
         call("ip", "netns", "add", name)
     call("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
-    hosts = []
-    for number, name in enumerate((first, second)):
-        address = f"{_SUBNET}.{number + 1}"
-        call("ip", "-n", name, "link", "set", "eth0", "addrgenmode", "none")
-        call("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-        for device in ("lo", "eth0"):
-            call("ip", "-n", name, "link", "set", device, "up")
-        hosts.append(Host(("ip", "netns", "exec", name), "eth0", address))
-    return hosts
+    return [_host(name, number) for number, name in enumerate((first, second))]
 
 
 def _plug_in(name: str, switch: str, number: int) -> Host:
     """A host's namespace with its cable to the switch."""
-    address, port = f"{_SUBNET}.{number + 1}", f"port{number}"
+    port = f"port{number}"
     call("ip", "netns", "add", name)
     call("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
-    for namespace, device in ((name, "eth0"), (switch, port)):
-        # no IPv6 address of its own: gloo would have two to choose from
-        call("ip", "-n", namespace, "link", "set", device, "addrgenmode", "none")
-    call("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+    call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none")
     call("ip", "-n", switch, "link", "set", port, "master", "bridge")
-    for namespace, device in ((switch, port), (name, "eth0"), (name, "lo")):
-        call("ip", "-n", namespace, "link", "set", device, "up")
+    call("ip", "-n", switch, "link", "set", port, "up")
+    return _host(name, number)
+
+
+def _host(name: str, number: int) -> Host:
+    """A host whose cable is there: it gets its address, and all of it is up."""
+    address = f"{_SUBNET}.{number + 1}"
+    # no IPv6 address of its own: gloo would have two to choose from
+    call("ip", "-n", name, "link", "set", "eth0", "addrgenmode", "none")
+    call("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+    for device in ("eth0", "lo"):
+        call("ip", "-n", name, "link", "set", device, "up")
     return Host(("ip", "netns", "exec", name), "eth0", address)
 
 
@@ -182,3 +190,99 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+_NAME = re.compile(r"retime-(?P<pid>\d+)-(?P<born>\d+)-(?P<serial>\d+)-(?:switch|h\d+)")
+_serials = itertools.count()
+
+
+def new_prefix() -> str:
+    """`retime-<pid>-<start time>-<serial>`: no other network on this machine has it."""
+    return f"retime-{os.getpid()}-{_born(os.getpid())}-{next(_serials)}"
+
+
+def existing() -> list[str]:
+    """The names of all namespaces made here, by any process."""
+    names = (line.split()[0] for line in call("ip", "netns", "list").splitlines() if line.strip())
+    return [name for name in names if _NAME.fullmatch(name)]
+
+
+def remove_stale() -> list[str]:
+    """Remove the namespaces, and the processes in them, of processes that no longer run; returns their names."""
+    stale = [name for name in existing() if not _owner_runs(name)]
+    for name in stale:
+        remove(name)
+    return stale
+
+
+def remove(name: str) -> None:
+    """End the processes in a namespace and delete it; the interfaces in it go too. No error if it is gone."""
+    with contextlib.suppress(CommandError):
+        for pid in call("ip", "netns", "pids", name).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    with contextlib.suppress(CommandError):
+        call("ip", "netns", "delete", name)
+
+
+def _owner_runs(name: str) -> bool:
+    found = _NAME.fullmatch(name)
+    assert found
+    # A process number is given out again, a number with its start time is not.
+    return _born(int(found["pid"])) == int(found["born"])
+
+
+def _born(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot (proc(5), /proc/pid/stat field 22); None if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class ClusterUnavailable(RuntimeError):  # noqa: N818 -- an answer about the machine rather than a failure
+    """This machine cannot emulate a cluster; the message says why and what to do."""
+
+
+class CommandError(RuntimeError):
+    """`ip` or `tc` refused; the message holds the command and its answer."""
+
+
+def call(*command: str) -> str:
+    """Run `ip` or `tc` and return what it printed.
+
+    Raises:
+        CommandError: it failed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise CommandError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why this machine cannot emulate a cluster, or None if it can."""
+    if not sys.platform.startswith("linux"):
+        return f"network namespaces need Linux, this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "network namespaces need root: run with sudo, or in a container with --cap-add NET_ADMIN,SYS_ADMIN"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"the command `{tool}` is missing: install iproute2"
+    queue = ("latency", "50ms")
+    name = f"retime-probe-{uuid.uuid4().hex[:12]}"
+    try:
+        call("ip", "netns", "add", name)
+    except CommandError as error:
+        return f"network namespaces are not allowed here ({error}): allow NET_ADMIN and SYS_ADMIN"
+    try:
+        call("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
+        call("ip", "-n", name, "link", "add", "veth0", "type", "veth", "peer", "name", "veth1")
+        call("tc", "-n", name, "qdisc", "add", "dev", "veth0", "root", "tbf", "rate", "1gbit", "burst", "256kb", *queue)
+    except CommandError as error:
+        return f"this kernel lacks a bridge, veth pairs or the tbf queue ({error}): load bridge, veth, sch_tbf"
+    finally:
+        call("ip", "netns", "delete", name)
+    return None

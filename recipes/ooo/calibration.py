@@ -181,7 +181,7 @@ def _runs(point: Point) -> list[MeasuredRun]:
                 bits_per_s=cluster["rate_bits"] or cluster["tcp_bits"],
                 bucket_bytes=layer_bytes if one.layer_buckets else cluster["bucket_bytes"],
                 k=min(int(k or 0), len(costs)),
-                cross_iteration=one.ours and one.cross_iteration,
+                cross_iteration=one.k is not None and one.cross_iteration,
                 contended=point.at.get("compute") != "emulated",
                 step_ms=statistics.median(point.values(name, "step")),
             )

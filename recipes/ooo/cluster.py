@@ -1,22 +1,29 @@
-"""The common part of the out-of-order recipes: a network, ranks on it, what they measured as rows and facts."""
+"""Out-of-order recipes on ranks: what all of them share, and the two that hold results and memory against DDP's.
+
+A network, ranks on it, what they measured as rows and facts (:class:`OnRanks`). `ooo_convergence` has the losses of
+training on real data, step by step, which must lie on each other bit by bit; `ooo_memory` what reordering adds to the
+peak memory of training (section 8.3: less than 1 %).
+"""
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from retime.recipes.core.claims import show
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Comparison, Target, show
 from retime.recipes.core.measure import Spread, speedup, spread
-from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Row
+from retime.recipes.core.of_points import ratio, titled
+from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
+from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, rate_text, run_ranks
-from retime.recipes.emulated.bandwidth import sent_bytes
-from retime.recipes.ooo.fits import BUCKET_BYTES
-from retime.recipes.ooo.settings import OutOfOrderSettings
-from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, label, variant
-from retime.recipes.ooo.worker import serve
+from retime.recipes.emulated.ranks import sent_bytes
+from retime.recipes.ooo.claims import claim
+from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
+from retime.recipes.ooo.variants import BOUNDS, COMMUNICATION, COMPUTE, label, variant
+from retime.recipes.ooo.worker import BUCKET_BYTES, serve
 
-PAPER = "ooo-backprop"
 BALANCED = "balanced"
 IDLE = "processor idle"
 PEAK, FIRST_PEAK = "peak memory", "peak of the first steps"
@@ -32,6 +39,8 @@ class OnRanks(Recipe[OutOfOrderSettings]):
     """A recipe that measures inside `Trainer.fit` on ranks: of an emulated cluster, or of loopback (`hardware=cpu`)."""
 
     def references(self, point: Point) -> dict[str, str]:
+        if self.quantity != "step":
+            return {}
         found = {"speed over ddp": "ddp"}
         peer = strongest_peer(point)
         return found if peer in (None, "ddp") else {**found, f"speed over {peer}": peer}
@@ -165,7 +174,7 @@ def strongest_peer(point: Point) -> str | None:
 
 def bound_ms(point: Point) -> list[float]:
     """In each round the longer of computation and communication: no schedule can step faster."""
-    bounds = [point.values(name, "step") for name in (COMPUTE, COMMUNICATION) if point.has(name, "step")]
+    bounds = [point.values(name, "step") for name in BOUNDS if point.has(name, "step")]
     return [max(values) for values in zip(*bounds, strict=True)]
 
 
@@ -174,6 +183,12 @@ def bound_fraction(point: Point, name: str) -> Spread | None:
     if not point.has(name, "step") or not point.has(COMPUTE, "step"):
         return None
     return speedup(bound_ms(point), point.values(name, "step"))
+
+
+def percent_more(point: Point, name: str, other: str, quantity: str) -> Spread | None:
+    """By how many percent a variant's values are above another's, in each round."""
+    over = ratio(point, name, other, quantity)
+    return None if over is None else spread([100 * (one - 1) for one in over.rounds])
 
 
 def busy_ceiling(point: Point) -> Spread | None:
@@ -202,7 +217,7 @@ def bound_notes(point: Point, place: str) -> list[str]:
     lines = [f"- {place}: {cluster['hosts']} hosts, {rate}{carried}"]
     for name in point.variants("step"):
         found = bound_fraction(point, name)
-        if found and name not in (COMPUTE, COMMUNICATION):
+        if found and name not in BOUNDS:
             lines.append(f"- {place}: {label(name)} reaches {show(found, 'x')} of max(compute, communication)")
             if point.has(name, IDLE) and point.at.get("compute") != "emulated":
                 lines[-1] += f"; it leaves its core idle {show(spread(point.values(name, IDLE)), 'ms')} a step"
@@ -213,3 +228,117 @@ def bound_notes(point: Point, place: str) -> list[str]:
             "its idle time, since every host has one core here, which also does its network's work"
         )
     return lines
+
+
+class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
+    """Each case is a network with its data; every variant trains it for the same epochs."""
+
+    quantity = "loss"
+
+    def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = of_case(settings, at["case"])
+        with self.network(case, case.hosts, case.rate) as network:
+            answers = self.run_job(case, network, tick, "losses", batches=case.steps)
+        found = answers[0]["variants"]
+        rows = [Row(name, "loss", "nats", one["losses"]) for name, one in found.items()]
+        same = [
+            name
+            for name in found
+            if all(
+                answer["variants"][name]["losses"] == answer["variants"]["ddp"]["losses"]
+                and answer["variants"][name]["weights"] == answer["variants"]["ddp"]["weights"]
+                for answer in answers
+            )
+        ]
+        facts = {
+            "losses and final weights bit-identical to ddp, on all ranks": ", ".join(same) or "none",
+            "final loss": {name: one["losses"][-1] for name, one in found.items()},
+            "k": {name: one["k"] for name, one in found.items() if one["k"] is not None},
+        }
+        return Measured(rows, facts)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            for name in point.variants("loss"):
+                if name != "ddp":
+                    what = f"{point.at['case']}: most that the loss of {label(name)} differs"
+                    target = Target(what, "nats", 0.0, at_most=True)
+                    lines.append(Comparison(target, spread([largest_difference(point, name)])))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        return [
+            f"- {point.at['case']}: loss {point.values('ddp', 'loss')[0]:.3f} at the first step, "
+            f"{point.values('ddp', 'loss')[-1]:.3f} after {len(point.values('ddp', 'loss'))} steps (rank 0)"
+            for point in result.points
+        ]
+
+    def draw(self, result: Result, path: Path) -> None:
+        drawing, panels = charts.one_or_panels(titled(result), len(result.points))
+        for axes, point in zip(panels, result.points, strict=True):
+            for index, name in enumerate(point.variants("loss")):
+                # the curves cover each other, so each is drawn thinner than the one before
+                width = max(6 - 2 * index, 1)
+                axes.plot(point.values(name, "loss"), color=charts.COLOURS[index], linewidth=width, label=label(name))
+            axes.set_title(point.at["case"], fontsize=10)
+            axes.set_xlabel("training step")
+        panels[0].set_ylabel("loss (nats), rank 0")
+        panels[0].legend(fontsize=8)
+        charts.save(drawing, path)
+
+
+def largest_difference(point: Point, name: str) -> float:
+    """The most by which a variant's loss differs from that of `ddp` at any step, in nats."""
+    pairs = zip(point.values("ddp", "loss"), point.values(name, "loss"), strict=True)
+    return max(abs(plain - ours) for plain, ours in pairs)
+
+
+class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
+    """Each case is a network; each variant's peak comes from fresh processes."""
+
+    quantity = PEAK
+
+    def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        return self.peaks(of_case(settings, at["case"]), tick)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            for name in point.variants(PEAK):
+                if name.startswith("ooo_"):
+                    remark = f"{point.at['case']}, {label(name)}; above an idle process with a group"
+                    lines.append(Comparison(claim("memory"), percent_more(point, name, "ddp", PEAK), remark))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        return [
+            f"- {point.at['case']}: the gradients have {point.facts['gradient bytes'] / MIB:.1f} MiB; "
+            f"plain DDP's peak is {spread(point.values('ddp', PEAK)).median:.1f} MiB"
+            for point in result.points
+            if point.has("ddp", PEAK)
+        ] + [
+            f"- {point.at['case']}: in the first steps, in which DDP builds its buckets anew, {label(name)} peaks at "
+            f"{spread(point.values(name, FIRST_PEAK)).median:.1f} MiB"
+            for point in result.points
+            for name in point.variants(FIRST_PEAK)
+        ]
+
+    def draw(self, result: Result, path: Path) -> None:
+        drawing, axes = charts.figure(titled(result))
+        points = [point for point in result.points if point.has("ddp", PEAK)]
+        names = [name for name in result.points[0].variants(PEAK) if name != "ddp"]
+        for index, name in enumerate(names):
+            shift = (index - (len(names) - 1) / 2) * 0.8 / len(names)
+            known = [(place + shift, percent_more(point, name, "ddp", PEAK)) for place, point in enumerate(points)]
+            places, values = [x for x, value in known if value], [value for _, value in known if value]
+            charts.points_with_spread(axes, places, values, label(name), index)
+        peaks = [f"{point.at['case']}\nDDP: {spread(point.values('ddp', PEAK)).median:.0f} MiB" for point in points]
+        axes.set_xticks(range(len(points)), peaks)
+        axes.axhline(0, color=charts.GREY, linewidth=1, linestyle="--", label="DDP")
+        axes.axhline(
+            claim("memory").value, color=charts.GREY, linewidth=1, linestyle=":", label="the paper's: less than this"
+        )
+        axes.set_ylabel("peak memory of a fit over DDP's, one rank (%)")
+        charts.legend_beside(axes)
+        charts.save(drawing, path)

@@ -28,7 +28,7 @@ from functools import partial
 from torch import nn
 
 from retime.recipes.models import densenet, mobilenet_v3, resnet
-from retime.recipes.ooo.model_costs import BYTES, Gpu, Operations, count
+from retime.recipes.ooo.model_costs import BYTES, OUTPUT_GRADIENT_TRAFFIC, V100, Gpu, Operations, count, kernel_ms
 from retime.schedules import (
     Buffer,
     Device,
@@ -49,7 +49,6 @@ from retime.schedules import (
     two_stream_buffers,
 )
 
-V100 = Gpu("V100", 15.7e12, 900e9)
 CAPACITY = 1520
 """Thread blocks that a V100 runs at once, where section 2 counts them."""
 
@@ -65,7 +64,7 @@ MEMORY_SHARE = 1.1
 """Of one stream's peak that Algorithm 1 may take, as in section 8.2."""
 
 RESULTS_PER_BLOCK, POSITIONS_PER_BLOCK = 256, 1024
-_OUTPUT_GRADIENT_TRAFFIC, _UPDATE_TRAFFIC = 1.5, 5
+_UPDATE_TRAFFIC = 5
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     **{f"DenseNet-121 (k={growth})": partial(densenet, 121, growth) for growth in (12, 24, 32)},
@@ -147,7 +146,7 @@ class CountedNetwork:
                 macs = product.macs * batch
                 return [*found, self._kernel(product.numbers_out * batch, macs, self._moved(product))]
             case Kind.O:
-                more = _OUTPUT_GRADIENT_TRAFFIC
+                more = OUTPUT_GRADIENT_TRAFFIC
                 macs = product.macs * batch
                 found = [self._kernel(product.numbers_in * batch, macs, more * self._moved(product))]
                 behind = reversed(layer.before)
@@ -187,8 +186,7 @@ class CountedNetwork:
 
     def _kernel(self, results: float, macs: float, moved: float, parts: int = 1) -> Kernel:
         thread_blocks = math.ceil(results / RESULTS_PER_BLOCK) * parts
-        seconds = max(2 * macs / self.gpu.operations_per_s, moved * BYTES / self.gpu.memory_bytes_per_s)
-        return Kernel(thread_blocks, seconds / self.gpu.efficiency * 1e3 * self.capacity / thread_blocks)
+        return Kernel(thread_blocks, kernel_ms(self.gpu, macs, moved) * self.capacity / thread_blocks)
 
 
 def counted_network(name: str, batch_size: int, *, image_size: int = 224, gpu: Gpu = V100) -> CountedNetwork:

@@ -1,27 +1,27 @@
-"""What each layer of a network costs on a GPU: counted on torch's meta device, timed with a roofline.
+"""What each layer of a network costs on the paper's GPUs, and the clusters that these are in.
 
-A *layer* is a convolution or linear layer with all that runs up to the next one (normalisation, activation, pooling):
-the unit that reverse-first-k defers, since only its weight gradient is a kernel of its own worth deferring. Its batch
-normalisation's gradients come with the output gradient.
+Layers are counted on torch's meta device and timed with a roofline. A *layer* is a convolution or linear layer with all
+that runs up to the next one (normalisation, activation, pooling): the unit that reverse-first-k defers, since only its
+weight gradient is a kernel of its own worth deferring. Its batch normalisation's gradients come with the output
+gradient. GPUs are those of the paper's Table 1, clusters those of Table 2.
 
 Legend: B batch. One multiplication with its addition is one MAC, two operations.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retime.schedules import LayerCost
+from retime.schedules import Cluster, LayerCost, Link
 
 BYTES = 4  # of a number: the paper trains in single precision
-_MS_PER_S = 1e3
-# How often a layer's work is read or written, in tensors of its input's or output's size: a forward pass reads one and
-# writes one; an output gradient reads the gradient and what the forward pass kept, and writes one; a weight gradient
-# reads input and gradient.
-_TENSORS_FORWARD, _TENSORS_OUTPUT_GRADIENT = 1.0, 1.5
+OUTPUT_GRADIENT_TRAFFIC = 1.5
+"""Numbers that an output gradient moves over those of a forward pass, which reads one tensor of its input's or output's
+size and writes one: it reads the gradient and what the forward pass kept, and writes one. A weight gradient reads input
+and gradient."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ def layer_costs(operations: Sequence[Operations], gpu: Gpu, batch_size: int) -> 
         for o in layer:
             numbers = (o.numbers_in + o.numbers_out) * batch_size
             macs = o.macs * batch_size
-            forward_ms += _kernel_ms(gpu, macs, _TENSORS_FORWARD * numbers + o.parameters)
-            output_ms += _kernel_ms(gpu, macs, _TENSORS_OUTPUT_GRADIENT * numbers + o.parameters)
+            forward_ms += kernel_ms(gpu, macs, numbers + o.parameters)
+            output_ms += kernel_ms(gpu, macs, OUTPUT_GRADIENT_TRAFFIC * numbers + o.parameters)
             if o.has_kernel:
-                weight_ms += _kernel_ms(gpu, macs, numbers + o.parameters)
+                weight_ms += kernel_ms(gpu, macs, numbers + o.parameters)
         costs.append(LayerCost(forward_ms, output_ms, weight_ms, BYTES * sum(o.parameters for o in layer)))
     return costs
 
@@ -111,10 +111,8 @@ def compute_ms(costs: Sequence[LayerCost]) -> float:
 
 def calibrated(gpu: Gpu, operations: Sequence[Operations], batch_size: int, step_ms: float) -> Gpu:
     """The GPU with the efficiency at which this network's forward and backward pass take `step_ms`."""
-    ideal_ms = compute_ms(
-        layer_costs(operations, Gpu(gpu.name, gpu.operations_per_s, gpu.memory_bytes_per_s), batch_size)
-    )
-    return Gpu(gpu.name, gpu.operations_per_s, gpu.memory_bytes_per_s, ideal_ms / step_ms)
+    ideal_ms = compute_ms(layer_costs(operations, replace(gpu, efficiency=1.0), batch_size))
+    return replace(gpu, efficiency=ideal_ms / step_ms)
 
 
 def _operations(module: nn.Module, inputs: Tensor, output: Tensor) -> Operations:
@@ -129,6 +127,67 @@ def _operations(module: nn.Module, inputs: Tensor, output: Tensor) -> Operations
     return Operations(macs, inputs.numel(), output.numel(), parameters, has_kernel)
 
 
-def _kernel_ms(gpu: Gpu, macs: float, numbers: float) -> float:
+def kernel_ms(gpu: Gpu, macs: float, numbers: float) -> float:
+    """A kernel that fills the GPU, by its roofline.
+
+    Args:
+        gpu: its peaks and which share of them is reached.
+        macs: that it computes.
+        numbers: that it reads and writes.
+    """
     seconds = max(2 * macs / gpu.operations_per_s, numbers * BYTES / gpu.memory_bytes_per_s)
-    return seconds / gpu.efficiency * _MS_PER_S
+    return seconds / gpu.efficiency * 1e3
+
+
+# Peaks in single precision and of the memory, from NVIDIA's data sheets.
+TITAN_XP = Gpu("Titan XP", 12.15e12, 547.7e9)
+P100 = Gpu("P100", 9.3e12, 732e9)  # the PCIe model, which the paper has
+P100_SXM2 = Gpu("P100 SXM2", 10.6e12, 732e9)
+V100 = Gpu("V100", 15.7e12, 900e9)
+
+# Two of a V100's NVLinks, 25 GB/s each, in one direction of a ring over the four GPUs of a p3.8xlarge.
+NVLINK = Link(2 * 25e9 * 8, 0.01)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A cluster of Table 2 as Figure 10 uses it.
+
+    Args:
+        gpu: its GPUs.
+        devices: the numbers of GPUs on Figure 10's axis.
+        devices_per_node: GPUs in a full node.
+        bits_per_s: of the network between nodes, as its data sheet has it.
+        batch_size: per GPU, for networks that `batch_sizes` does not name.
+        batch_sizes: per GPU and network, as section 8.3 gives them.
+    """
+
+    gpu: Gpu
+    devices: tuple[int, ...]
+    devices_per_node: int
+    bits_per_s: float
+    batch_size: int
+    batch_sizes: dict[str, int]
+
+    def cluster(self, devices: int, share: float, latency_ms: float) -> Cluster:
+        """So many of its GPUs on as few nodes as hold them; the network carries `share` of what it should.
+
+        Raises:
+            ValueError: the GPUs fill no whole number of nodes.
+        """
+        per_node = min(devices, self.devices_per_node)
+        if devices % per_node:
+            raise ValueError(f"devices={devices} do not fill nodes of {per_node}: give a multiple")
+        network = Link(self.bits_per_s * share, latency_ms)
+        return Cluster(devices // per_node, per_node, network, NVLINK)
+
+    def with_efficiency(self, efficiency: float) -> "Setting":
+        return replace(self, gpu=replace(self.gpu, efficiency=efficiency))
+
+
+# Section 8.3 names the batch sizes of ResNet-50 and -101; the other networks take the smaller one.
+SETTINGS = {
+    "Priv-A": Setting(TITAN_XP, (1, 2, 4, 8), 1, 10e9, 64, {}),
+    "Priv-B": Setting(P100, (1, 2, 4, 8, 16, 20), 1, 20e9, 64, {}),
+    "Pub-A": Setting(V100, (1, 2, 4, 8, 16, 32, 48), 4, 10e9, 96, {"ResNet-50": 128}),
+}

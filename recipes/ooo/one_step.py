@@ -188,11 +188,6 @@ def both(case: dict[str, Any], seed: int, threads: int, layers: list[str] | None
     return facts
 
 
-def is_there(facts: dict[str, Any]) -> bool:
-    """Return whether a point has what :func:`draw` draws."""
-    return BUSY in facts
-
-
 def draw(axes: Any, title: str, facts: dict[str, Any]) -> None:
     """Draw a plain step above one on two streams, on one clock, with how long each had a core."""
     lanes = {SUB: SUB, MAIN: MAIN, "plain": "plain step"}

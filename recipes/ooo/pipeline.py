@@ -1,7 +1,8 @@
-"""`ooo_pipeline_targets`: steps of a pipeline by schedule, on real ranks whose layers sleep, beside their simulation.
+"""Pipelines on real ranks: layers that sleep, beside their simulation, and transformers against torch's own schedules.
 
-Compute is emulated, so that more ranks than cores can run. Messages, threads and the runtime that orders tasks are
-those of `PipelineStep`.
+`ooo_pipeline_targets` and `ooo_fig11_links` (messages over links that are shaped) emulate compute, so that more ranks
+than cores can run; messages, threads and the runtime that orders tasks are those of `PipelineStep`. In
+`ooo_pipeline_compute` ranks compute.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.published import paper
-from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
+from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.emulated import (
     ClusterUnavailable,
@@ -30,14 +31,14 @@ from retime.recipes.emulated import (
     run_ranks,
     unavailable,
 )
-from retime.recipes.ooo.cases import of_case
-from retime.recipes.ooo.claims import claim, target
-from retime.recipes.ooo.pipeline_worker import schedule_of, serve
-from retime.recipes.ooo.settings import PipelineSettings
+from retime.recipes.ooo.claims import claim, pipelines, target
+from retime.recipes.ooo.pipeline_scaling import GPIPE, OURS
+from retime.recipes.ooo.pipeline_scaling import ONE as ONE_GPU
+from retime.recipes.ooo.pipeline_worker import ONE, schedule_of, serve
+from retime.recipes.ooo.settings import PipelineSettings, of_case
 
 STEP = "step"
-GPIPE, ZBV = "gpipe", "zbv"
-OURS = "ooo2"
+ZBV, TORCH_GPIPE = "zbv", "torch GPipe"
 PAPERS_RANKS = 4
 
 
@@ -192,3 +193,117 @@ def _largest(by_rank: list[dict[str, float]]) -> dict[str, float]:
     """By kind, over ranks."""
     kinds = sorted({kind for one in by_rank for kind in one})
     return {kind: round(max(one.get(kind, 0.0) for one in by_rank), 3) for kind in kinds}
+
+
+class PipelineLinks(PipelineTargets):
+    """A point a network."""
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        points = {point.at["case"]: point for point in result.points}
+        for (case, name, peer), published in pipelines("Figure 11, simulated").items():
+            point = points.get(case)
+            if point is None or peer == ONE_GPU or not (point.has(name, STEP) and point.has(peer, STEP)):
+                continue
+            planned = point.facts["simulated ms"][peer] / point.facts["simulated ms"][name]
+            ours = speedup(point.values(peer, STEP), point.values(OURS, STEP))
+            note = f"{case}, emulated compute: {name} over {peer}; simulated {planned:.2f}; {OURS} {ours.median:.2f}"
+            lines.append(Comparison(published, speedup(point.values(peer, STEP), point.values(name, STEP)), note))
+        return [*lines, *map(worst_error, points.values())]
+
+
+class RealLayers(Recipe[PipelineSettings]):
+    """A point a model."""
+
+    over = (("network", "cases"),)
+    quantity = STEP
+    on_cpu = "runs its ranks on this machine's cores"
+
+    def blocks(self, settings: PipelineSettings) -> int | None:
+        cases = [of_case(settings, name) for name in settings.cases]
+        return sum((case.rounds + case.warmup_rounds) * len(_variants(case)) for case in cases)
+
+    def references(self, point: Point) -> dict[str, str]:
+        peer = best_of_torch(point)
+        return {} if peer is None else {f"speed over {peer}": peer}
+
+    def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = of_case(settings, at["network"])
+        request = {**asdict(case), "do": "computing", "variants": _variants(case)}
+        answers = run_ranks(loopback(case.ranks), serve, request, timeout_s=case.timeout_s, progress=tick)
+
+        def share(what: str, name: str) -> list[float | None]:
+            return [one[what][name] and round(one[what][name], 3) for one in answers]
+
+        ours = answers[0]["bubble"]
+        facts = {
+            "ranks": case.ranks,
+            "apart": _apart(answers[0]["loss and norm"]),
+            "stages": answers[0]["stages"],
+            "bubble share by rank": {name: share("bubble", name) for name in ours},
+            "simulated bubble share by rank": {name: share("simulated bubble", name) for name in ours},
+        }
+        return Measured(slowest_steps(answers, request["variants"]), facts)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            where = f"{point.at['network']}, {point.facts['ranks']} ranks"
+            peer = best_of_torch(point)
+            if point.has(OURS, STEP) and peer is not None:
+                ratio = speedup(point.values(peer, STEP), point.values(OURS, STEP))
+                lines.append(Comparison(target("over-best"), ratio, f"{where}: {peer}"))
+            if point.has(OURS, STEP) and point.has(TORCH_GPIPE, STEP):
+                ratio = speedup(point.values(TORCH_GPIPE, STEP), point.values(OURS, STEP))
+                lines.append(Comparison(target("over-gpipe"), ratio, where))
+            if point.facts["apart"]:
+                name, apart = max(point.facts["apart"].items(), key=lambda entry: entry[1])
+                lines.append(Comparison(target("apart"), spread([apart]), f"{where}: {name}"))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        return [
+            "A step is forward and backward of a batch, without an optimizer; each rank computes on a core of its own. "
+            "`torch ...`: torch.distributed.pipelining with stages cut by hand, blocks in equal shares, and so many "
+            "stages a rank. Others: this project's runtime on the unmodified model. One device: rank 0 alone."
+        ]
+
+    def draw(self, result: Result, path: Path) -> None:
+        count = len(result.points)
+        drawing, panels = charts.panels(titled(result), count, width=max(7.5, 5.5 * count), height=4.8)
+        for axes, point in zip(panels, result.points, strict=True):
+            took = steps_of(point)
+            charts.bars(axes, took, [_colour(name) for name in took], rotation=40)
+            axes.set_ylabel("step (ms)")
+            axes.set_title(f"{point.at['network']}, {point.facts['ranks']} ranks", fontsize=9)
+        keys = [
+            charts.colour_key("gradient fast-forwarding", charts.COLOURS[0]),
+            charts.colour_key("other orders, the same runtime", charts.COLOURS[5]),
+            charts.colour_key("torch's own runtime", charts.COLOURS[1]),
+        ]
+        drawing.legend(handles=keys, fontsize=8, loc="outside lower center", ncols=3, frameon=False)
+        charts.save(drawing, path)
+
+
+def best_of_torch(point: Point) -> str | None:
+    """The fastest of torch's own."""
+    peers = [name for name in point.variants(STEP) if name.startswith("torch ")]
+    return min(peers, key=lambda name: spread(point.values(name, STEP)).median, default=None)
+
+
+def _variants(case: PipelineSettings) -> list[str]:
+    return [*case.schedules, *(f"torch {peer}" for peer in case.peers), ONE]
+
+
+def _apart(said: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """By variant, how far loss and norm are from one device's, relatively; the larger."""
+    whole = said[ONE]
+    return {
+        name: max(abs(value / wanted - 1) for value, wanted in zip(found, whole, strict=True))
+        for name, found in said.items()
+        if name != ONE
+    }
+
+
+def _colour(name: str) -> int:
+    return 0 if name.startswith("ooo") else 1 if name.startswith("torch ") else 5

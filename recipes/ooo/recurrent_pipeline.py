@@ -40,6 +40,16 @@ class Job(NamedTuple):
     micro_batch: int = 0
 
 
+_URGENCIES: dict[str, Callable[[Job], int]] = {
+    MODEL_PARALLEL: lambda job: 0,
+    GPIPE: lambda job: 0,
+    STATE_FIRST: lambda job: job.kind in "IV",
+    PAPERS1: lambda job: "FOIWV".index(job.kind),
+    PAPERS2: lambda job: "FOIWV".index(job.kind),
+}
+"""By schedule, which of the tasks that are ready a GPU runs first: the least, and of equals the one that came first."""
+
+
 @dataclass(frozen=True)
 class Cells:
     """A recurrent network on a cluster.
@@ -66,6 +76,10 @@ class Cells:
         Raises:
             ValueError: there is no schedule of that name.
         """
+        if name not in (ONE, *_URGENCIES):
+            raise ValueError(
+                f"schedules: {name!r} is unknown here; there are {STATE_FIRST}, {GPIPE}, {PAPERS1} and {PAPERS2}"
+            )
         batches = self.micro_batches if name == GPIPE else 1
         jobs = self.jobs(batches, split=name in (PAPERS1, PAPERS2))
         share = self.fixed + (1 - self.fixed) / batches
@@ -74,15 +88,7 @@ class Cells:
             return sum(units.values())
         rank_of = (modulo if name == PAPERS2 else block)(self.cells, self.ranks).rank_of
         ranks = {job: rank_of[job.cell - 1] for job in jobs}
-        if name in (PAPERS1, PAPERS2):
-            return makespan(jobs, units, ranks, self.ratio * share, lambda job: "FOIWV".index(job.kind))
-        if name in (MODEL_PARALLEL, GPIPE):
-            return makespan(jobs, units, ranks, self.ratio * share, lambda job: 0)
-        if name == STATE_FIRST:
-            return makespan(jobs, units, ranks, self.ratio * share, lambda job: job.kind in "IV")
-        raise ValueError(
-            f"schedules: {name!r} is unknown here; there are {STATE_FIRST}, {GPIPE}, {PAPERS1} and {PAPERS2}"
-        )
+        return makespan(jobs, units, ranks, self.ratio * share, _URGENCIES[name])
 
     def weight(self, job: Job) -> float:
         """Time of a task on the whole batch; nobody needs the gradient of the first state."""

@@ -1,7 +1,7 @@
-"""Settings of the out-of-order backprop recipes."""
+"""Settings of the out-of-order backprop recipes, and of their cases, which name what differs from the experiment's."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from retime.recipes.core.schema import Settings
 from retime.recipes.cpu_memory.settings import AllocatorSettings
@@ -100,3 +100,21 @@ class SingleDeviceSettings(AllocatorSettings):
 
     compiled: bool = False  # steps under torch.compile too
     compile_limit_s: float = 180.0  # for a process that compiles a first step
+
+
+S = TypeVar("S", bound=Settings)
+_NOT_OF_A_CASE = {"cases", *(field.name for field in fields(Settings))} - {"rounds", "warmup_rounds", "steps"}
+
+
+def of_case(settings: S, name: str, *own: str) -> S:
+    """The settings of the case `name`, whose keys `own` are no settings.
+
+    Raises:
+        ValueError: a key that a case cannot have.
+    """
+    case = settings.cases[name]  # type: ignore[attr-defined]
+    there = [field.name for field in fields(settings) if field.name not in _NOT_OF_A_CASE]
+    unknown = [key for key in case if key not in (*there, *own)]
+    if unknown:
+        raise ValueError(f"cases.{name}.{unknown[0]} is no setting of a case; there are {', '.join((*there, *own))}")
+    return replace(settings, **{key: value for key, value in case.items() if key not in own})

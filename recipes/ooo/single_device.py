@@ -22,21 +22,20 @@ for `ooo_fig7_compiled` (four cases), which first compiles for a minute or so, o
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
 
-from retime.foundations.messages import DifferenceWarning, NoEffectWarning
-from retime.foundations.workers import Worker, WorkerError, closing, next_request
+from retime.commands.advise_worker import FIRST_STEPS, METHODS, fit_in_turns
+from retime.commands.advise_worker import PLAIN as PLAIN_STEP
+from retime.foundations.workers import Worker, WorkerError, closing
+from retime.mechanisms.two_streams import TwoStreamReport
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
@@ -44,7 +43,7 @@ from retime.recipes.core.measure import Spread, interleave, speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.trainer_loop import Run, train
+from retime.recipes.core.trainer_loop import Task, quiet_lightning
 from retime.recipes.core.verdicts import inside
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of
 from retime.recipes.ooo import one_step
@@ -55,9 +54,6 @@ STEP, ALIVE = "step", "alive at the peak"
 PLAIN, COMPILED, TWO_STREAMS = "plain", "compiled", "two streams"
 SEARCH_STEPS = 40
 """Steps of every fit before the timed ones: what a search may take."""
-MANY = 10_000
-"""Batches of a fit, which its process ends before."""
-
 NOT_SLOWER = 0.99
 PEAKS = 3
 """How often bytes are counted."""
@@ -81,19 +77,18 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"]}
         facts |= {"reports": {}, "kept": {}, "layers": {}}
         times: dict[str, list[float]] = {}
-        fits = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
+        fits: dict[str, dict[str, Any]] = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
         fuses = bool(case.get("fuse_updates"))
         if fuses:
-            fits |= {
-                _label(f"{PLAIN}, fused_optimizer", n): {"threads": n, "fuse": True} for n in range(1, threads + 1)
-            }
+            fused = "fused_optimizer"
+            fits |= {_label(f"{PLAIN}, {fused}", n): {"threads": n, "method": fused} for n in range(1, threads + 1)}
         environments = environments_of(settings.allocators, settings.libraries, missing)
         with tempfile.TemporaryDirectory() as cache:
             if settings.compiled:
                 first_s = _compile(settings, request, cache, threads, missing)
                 fits |= {label: {"threads": n, "compiled": True} for label, (n, _) in first_s.items()}
                 facts["first compiled step (s)"] = {label: seconds for label, (_, seconds) in first_s.items()}
-            fits[TWO_STREAMS] = {"threads": threads, "two": True, "fuse": fuses}
+            fits[TWO_STREAMS] = {"threads": threads, "method": f"ooo_single_device{' + updates' if fuses else ''}"}
             everything = {
                 f"{label}, {ALLOCATORS[name].label}": (fit, environment)
                 for name, environment in environments.items()
@@ -110,11 +105,12 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                         worker.answer()
                     for label, (fit, _) in everything.items():
                         workers[label].ask({"do": "fit", **fit})
+                        workers[label].ask({"steps": SEARCH_STEPS - FIRST_STEPS})
                     blocks = {label: partial(worker.ask, turn) for label, worker in workers.items()}
                     by_label = interleave(blocks, settings.rounds, 0, tick)
                 for label, answers in by_label.items():
-                    times.setdefault(label, []).extend(answer["ms"] for answer in answers)
-                    if answers[-1]["report"]:
+                    times.setdefault(label, []).extend(statistics.median(answer["ms"]) for answer in answers)
+                    if label.startswith(TWO_STREAMS):
                         facts["reports"][label] = answers[-1]["report"]
                         facts["kept"].setdefault(label, []).append(answers[-1]["on"])
                         facts["layers"][label] = answers[-1]["layers"]
@@ -164,7 +160,8 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         for point in result.points:
             case = point.at["case"]
             lines += [f"- {case}: no {name}: {reason}" for name, reason in point.facts["missing"].items()]
-            lines += [f"- {case}: {label} has a first step of {s:g} s, which compiles" for label, s in _first_s(point)]
+            first_s = point.facts.get("first compiled step (s)", {})
+            lines += [f"- {case}: {label} has a first step of {s:g} s, which compiles" for label, s in first_s.items()]
             same = [f"{show(over, 'x')} with {_allocator(label)}" for label, over in gains(point).items()]
             lines += [f"- {case}: two streams over the best plain step of the same allocator: {', '.join(same)}."]
             lines += [f"- {case}, {label}: {said}" for label, said in point.facts["reports"].items()]
@@ -271,7 +268,7 @@ def _is_looked_at(point: Point) -> bool:
 
 def _to_show(result: Result) -> list[tuple[str, Point]]:
     """The points of which a step is drawn, least and most gain, and what is said of each."""
-    looked_at = [point for point in result.points if _is_looked_at(point) and one_step.is_there(point.facts)]
+    looked_at = [point for point in result.points if _is_looked_at(point) and one_step.BUSY in point.facts]
     there = [(best_gain(point, PLAIN)[2], point) for point in looked_at]
     ordered = sorted(((over.median, p) for over, p in there if over is not None), key=lambda one: one[0])
     ends = [("least gain", *ordered[0]), ("most gain", *ordered[-1])] if ordered else []
@@ -284,10 +281,6 @@ def _label(kind: str, threads: int) -> str:
 
 def _allocator(label: str) -> str:
     return label.removeprefix(f"{TWO_STREAMS}, ")
-
-
-def _first_s(point: Point) -> list[tuple[str, float]]:
-    return [*point.facts.get("first compiled step (s)", {}).items()]
 
 
 def _median(values: list[float]) -> float:
@@ -349,23 +342,15 @@ class Server:
         return self._compiled()[1]
 
     def fit(self, request: dict[str, Any]) -> None:
-        """Train; it answers from inside of the fit with the median step of each turn and what the strategy reports."""
-        from retime.strategies import FusedOptimizerStrategy, OOOSingleDeviceStrategy
-
+        """Train; it answers from inside of the fit with the steps of each turn and what two streams report."""
         torch.set_num_threads(request["threads"])
-        two, compiled, fuse = (bool(request.get(key)) for key in ("two", "compiled", "fuse"))
-        case = self._case
-        plain = FusedOptimizerStrategy() if fuse else "auto"
-        strategy = OOOSingleDeviceStrategy(fuse_updates=fuse) if two else plain
-        batches = build_batches(case["data"], case["batch_size"], 1) * MANY
-        model = self._compiled()[0] if compiled else build_model(case["model"], CPU, self._seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DifferenceWarning)
-            warnings.simplefilter("ignore", NoEffectWarning)  # the report says it
-            run = Run(lambda: strategy, case.get("flags", {}))
-            train(
-                run, model, batches, case["optimizer"], callbacks=[_Turns(partial(_said_by, strategy if two else None))]
-            )
+        case, method = self._case, METHODS[request["method"]] if "method" in request else PLAIN_STEP
+        model = self._compiled()[0] if request.get("compiled") else build_model(case["model"], CPU, self._seed)
+        task = Task(model, case["optimizer"], case.get("flags", {}))
+        batches = build_batches(case["data"], case["batch_size"], 1)
+        torch.manual_seed(0)  # dropout draws the same in every fit
+        with quiet_lightning():
+            fit_in_turns(task, batches, method, devices=1, trainer={}, facts={}, of_report=_kept)
 
     def _compiled(self) -> tuple[Any, float]:
         """The model, compiled in a first step, and the seconds of that."""
@@ -380,32 +365,11 @@ class Server:
         return step, seconds
 
 
-def _said_by(strategy: Any) -> dict[str, Any]:
-    """What the strategy of two streams reports, if this is one."""
-    if strategy is None:
-        return {"report": ""}
-    report = strategy.report()
+def _kept(report: Any) -> dict[str, Any]:
+    """What two streams report, if this is theirs: in a line, whether they are on, and the layers that they give."""
+    if not isinstance(report, TwoStreamReport):
+        return {}
     on = report.setting is not None and report.setting.two_streams
     layers = next((one.layers for one in (report.setting, *report.tried_ms) if one is not None and one.layers), None)
     names = None if layers is None else sorted(name.removeprefix("model.") for name in layers)  # a Loop's
     return {"report": report.one_line, "on": on, "layers": names}
-
-
-class _Turns(Callback):
-    """Stops a fit between two steps until it is asked for more: behind those of the search, and behind each turn.
-
-    Args:
-        said: called for what goes with the times.
-    """
-
-    def __init__(self, said: Callable[[], dict[str, Any]]) -> None:
-        self._said, self._steps, self._ms, self._began = said, SEARCH_STEPS, list[float](), perf_counter()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._ms.append((perf_counter() - self._began) * 1e3)
-        if len(self._ms) == self._steps:
-            request = next_request({"ms": statistics.median(self._ms), **self._said()})
-            if request is None:
-                os._exit(0)  # nothing of a fit outlives its process
-            self._steps, self._ms = request["steps"], []
-        self._began = perf_counter()

@@ -30,6 +30,7 @@ from retime.recipes.ooo.counted_networks import (
     SETUP_MS,
     CountedNetwork,
 )
+from retime.recipes.ooo.model_costs import V100
 from retime.recipes.ooo.settings import SimulatedSettings
 from retime.schedules import Kind, Task, TwoStreamSchedule, TwoStreamTimeline, profile_regions, simulate_two_streams
 
@@ -93,7 +94,7 @@ class CountedRecipe(SimulatedRecipe[SimulatedSettings]):
     def notes(self, result: Result) -> list[str]:
         given = result.points[0].settings
         return [
-            f"Counted on images of {given['image_size']}, not measured: a {counted.V100.name} by its data sheet that "
+            f"Counted on images of {given['image_size']}, not measured: a {V100.name} by its data sheet that "
             f"runs {CAPACITY:,} thread blocks at once and takes {1e3 * SETUP_MS:g} us to set up a kernel (section 2: "
             "1 to 2). Thread blocks and times follow from shapes; no library's algorithms are known.",
             f"A number holds if it is within {100 * CLOSE:g} % of the paper's, of a speedup if its gain is.",

@@ -1,4 +1,4 @@
-"""The ways of data-parallel training that the out-of-order recipes compare, by name.
+"""The ways of data-parallel training that the out-of-order recipes compare, by name, and a peer of their own.
 
 ddp                 Lightning's DDPStrategy with static_graph and gradient_as_bucket_view: what one gets today
 ddp_layer_buckets   the same with buckets of about one layer: the strongest plain setting where buckets are the limit
@@ -9,23 +9,33 @@ ooo_auto            out of order, k found by its own search in the first steps o
 ooo_tuned           out of order with the k that ooo_auto found before in the same process
 ..._waiting         out of order, but step() waits for all communication (cross_iteration=False)
 ..._layer_buckets   with buckets of about one layer
+
+The peer, ``priority``, sends gradients in the order in which the next forward pass needs them, as BytePS and
+ByteScheduler do. Peng et al. 2019 (ByteScheduler), section 4: gradients are cut into partitions, of which the most
+urgent that is there leaves next. All-reduces have to come in one order on all ranks: rank 0 chooses.
 """
 
 import re
+import threading
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
-from retime.foundations.ddp import bucket_mb, measured_seconds_per_mb
-from retime.recipes.ooo.priorities import PriorityDataParallel
+from retime.foundations.ddp import bucket_mb, close_group, measured_seconds_per_mb, own_group
 from retime.strategies import OOODataParallelStrategy
 
 _NAME = re.compile(
     r"(?P<priority>priority)|ddp(?P<tuned>_tuned_buckets)"
     r"|(?:ddp|ooo_(?P<k>auto|tuned|k\d+)(?P<waiting>_waiting)?)(?P<small>_layer_buckets)?"
 )
-COMPUTE, COMMUNICATION = "compute", "communication"
+BOUNDS = COMPUTE, COMMUNICATION = "compute", "communication"
 """The bounds, measured beside the variants: a rank alone, and nothing but the all-reduce of all gradients."""
 
 
@@ -39,10 +49,6 @@ class Variant:
     layer_buckets: bool
     tuned_buckets: bool = False
     priority: bool = False
-
-    @property
-    def ours(self) -> bool:
-        return self.k is not None
 
     def strategy(self, layer_bucket_mb: float, tuned_k: int | None = None) -> Strategy:
         """A new strategy; `tuned_k` is what "tuned" stands for. With tuned buckets all ranks call this."""
@@ -89,7 +95,7 @@ def variant(name: str) -> Variant:
 
 def label(name: str) -> str:
     """A variant's name for people."""
-    if name in (COMPUTE, COMMUNICATION):
+    if name in BOUNDS:
         return f"{name} alone"
     one = variant(name)
     if one.priority:
@@ -97,3 +103,90 @@ def label(name: str) -> str:
     words = "DDP" if one.k is None else f"reverse-first-k, k {'' if isinstance(one.k, str) else '= '}{one.k}"
     words += "" if one.cross_iteration else ", step waits"
     return words + (", small buckets" if one.layer_buckets else ", tuned buckets" if one.tuned_buckets else "")
+
+
+PARTITION_BYTES = 4_096_000
+"""BytePS's default."""
+_END = -1
+
+
+@dataclass
+class _Bucket:
+    parts: list[Tensor]
+    values: Tensor
+    done: Future[Tensor]
+
+
+class PriorityReducer:
+    """Sums partitions of buckets, the most urgent first: DDP's highest number is that of the first layers.
+
+    Args:
+        partition_bytes: the most that is sent at once.
+    """
+
+    def __init__(self, partition_bytes: int = PARTITION_BYTES) -> None:
+        self._partition_bytes = partition_bytes
+        self._group = own_group()
+        self._buckets: dict[int, _Bucket] = {}
+        self._changed = threading.Condition()
+        self._ending = False
+        self._thread = threading.Thread(target=self._send, name="retime-priorities", daemon=True)
+        self._thread.start()
+
+    def start(self, key: Hashable, values: Tensor, *, urgent: bool = False) -> Future[Tensor]:
+        """Begin to replace the values of the bucket with this number, shape ``(n,)``, by their sum over the ranks."""
+        assert isinstance(key, int)
+        parts = list(values.chunk(-(-values.nbytes // self._partition_bytes)))
+        bucket = _Bucket(parts, values, Future())
+        with self._changed:
+            self._buckets[key] = bucket
+            self._changed.notify()
+        return bucket.done
+
+    def close(self) -> None:
+        """End the thread and give the process group back; when nothing is on its way."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+        self._thread.join()
+        close_group(self._group)
+
+    def abort(self) -> None:
+        """Give the process group back; the thread ends with the process."""
+        close_group(self._group)
+
+    def _send(self) -> None:
+        try:
+            while (number := self._chosen()) != _END:
+                with self._changed:
+                    while number not in self._buckets:
+                        self._changed.wait()
+                    bucket = self._buckets[number]
+                dist.all_reduce(bucket.parts.pop(0), group=self._group)
+                if not bucket.parts:
+                    with self._changed:
+                        del self._buckets[number]
+                    bucket.done.set_result(bucket.values)
+        except Exception as error:  # another rank is gone: whoever waits for a gradient is told
+            for bucket in self._buckets.values():
+                bucket.done.set_exception(error)  # type: ignore[arg-type]
+
+    def _chosen(self) -> int:
+        """The number of the bucket of which all ranks send a partition now."""
+        choice = torch.full((1,), _END)
+        if dist.get_rank() == 0:
+            with self._changed:
+                self._changed.wait_for(lambda: self._buckets or self._ending)
+                choice.fill_(max(self._buckets, default=_END))
+        dist.broadcast(choice, 0, group=self._group)
+        return int(choice)
+
+
+class PriorityDataParallel(OOODataParallelStrategy):
+    """`ddp` with such a reducer, buckets of about one layer and updates that wait for their own gradients only."""
+
+    def __init__(self, bucket_cap_mb: float) -> None:
+        super().__init__(k=0, static_graph=True, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+
+    def make_reducer(self, model: DistributedDataParallel) -> Any:
+        return PriorityReducer()

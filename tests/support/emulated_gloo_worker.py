@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from retime.foundations.workers import Answer
-from retime.recipes.emulated.bandwidth import measure_bandwidth
-from retime.recipes.emulated.rank import joined, tell
+from retime.recipes.emulated.ranks import joined, measure_bandwidth, tell
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -13,14 +13,13 @@ from retime.recipes.emulated import (
     RankError,
     emulated_network,
     loopback,
+    network,
     parse_rate,
     rate_text,
-    requirements,
     run_ranks,
     unavailable,
 )
-from retime.recipes.emulated.namespaces import existing, new_prefix, remove_stale
-from retime.recipes.emulated.requirements import call
+from retime.recipes.emulated.network import call, existing, new_prefix, remove_stale
 from support.emulated_gloo_worker import serve as gloo
 from support.emulated_plain_worker import serve as plain
 from support.paths import PYTHONPATH
@@ -72,7 +71,7 @@ def test_hosts_out_of_range_are_refused(hosts: int) -> None:
 
 def test_without_root_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    requirements.unavailable.cache_clear()
+    network.unavailable.cache_clear()
     try:
         with (
             pytest.raises(ClusterUnavailable, match=r"needs? root: run with sudo.*hardware=cpu"),
@@ -80,19 +79,19 @@ def test_without_root_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
         ):
             pass
     finally:
-        requirements.unavailable.cache_clear()
+        network.unavailable.cache_clear()
 
 
 def test_without_tc_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(requirements.shutil, "which", lambda tool: None if tool == "tc" else tool)
-    requirements.unavailable.cache_clear()
+    monkeypatch.setattr(network.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    network.unavailable.cache_clear()
     try:
         reason = unavailable()
         assert reason is not None
         assert "`tc` is missing: install iproute2" in reason or "need Linux" in reason
     finally:
-        requirements.unavailable.cache_clear()
+        network.unavailable.cache_clear()
 
 
 def test_loopback_has_no_rate() -> None:

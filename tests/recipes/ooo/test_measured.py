@@ -14,14 +14,18 @@ from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import Hardware, register_all, settings_of
 from retime.recipes.emulated import ClusterUnavailable
-from retime.recipes.ooo.cases import of_case
-from retime.recipes.ooo.cluster import PEAK, bound_fraction, bound_ms, identical, strongest_peer
-from retime.recipes.ooo.convergence import Convergence
-from retime.recipes.ooo.hosts import Hosts
-from retime.recipes.ooo.memory import Memory, overhead_percent
-from retime.recipes.ooo.settings import OutOfOrderSettings
-from retime.recipes.ooo.sweep import Sweep, best_fixed, concavity_breaks, within_best
-from retime.recipes.ooo.targets import Targets
+from retime.recipes.ooo.cluster import (
+    PEAK,
+    Convergence,
+    Memory,
+    bound_fraction,
+    bound_ms,
+    identical,
+    percent_more,
+    strongest_peer,
+)
+from retime.recipes.ooo.reverse_first_k import Hosts, Sweep, Targets, best_fixed, concavity_breaks, within_best
+from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
 from retime.recipes.ooo.variants import label, variant
 from retime.recipes.report import markdown
 from support.time_limits import limit_s
@@ -150,7 +154,7 @@ def targets_result() -> Result:
         point({"case": "identical_adamw"}, TIMES, **{IDENTICAL: "ddp"}),
         Point({"case": "memory"}, {}, peaks, {"k": 4, "gradient bytes": 50 * 2**20}),
     ]
-    return Result("t", "retime.recipes.ooo.targets.Targets", "ooo-backprop", "Targets", "targets", points)
+    return Result("t", "retime.recipes.ooo.reverse_first_k.Targets", "ooo-backprop", "Targets", "targets", points)
 
 
 def test_targets_are_held_against_the_table() -> None:
@@ -196,7 +200,7 @@ def test_reports_are_made_from_the_json_alone(name: str, tmp_path: Path) -> None
 
 def test_memory_overhead_is_in_percent() -> None:
     _, result = results()["memory"]
-    extra = overhead_percent(result.points[0], "ooo_k3")
+    extra = percent_more(result.points[0], "ooo_k3", "ddp", PEAK)
     assert extra is not None
     assert extra.rounds == pytest.approx([1.5])
 

@@ -1,4 +1,4 @@
-"""`ooo_pipeline_targets` in small: two ranks with sleeping layers, and what the report says of a result."""
+"""Pipelines on two ranks in small, with layers that sleep or compute, and what reports say of a result."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +11,9 @@ from retime.recipes.core.claims import Claim, Target
 from retime.recipes.core.published import paper
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import register_all, settings_of
-from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.claims import claim, target
-from retime.recipes.ooo.pipeline import STEP, PipelineTargets, simulated_ms
-from retime.recipes.ooo.pipeline_links import PipelineLinks
-from retime.recipes.ooo.settings import PipelineSettings
+from retime.recipes.ooo.pipeline import STEP, PipelineLinks, PipelineTargets, RealLayers, simulated_ms
+from retime.recipes.ooo.settings import PipelineSettings, of_case
 
 ONE_CASE = ["~cases.eight_ranks", "~cases.eight_ranks_far"]
 SMALL = [*ONE_CASE, "rounds=1", "warmup_rounds=0", "steps=1", "ranks=2", "layers=4", "micro_batches=2", "unit_ms=2"]
@@ -111,3 +109,40 @@ def test_figure_11_is_compared_with_the_papers() -> None:
     assert published.note.endswith("simulated 1.19; ooo2 2.00")
     assert error.against == target("simulated")
     assert error.note.endswith("gpipe")
+
+
+SIZES = {"GPT-2": ("n_layer", "n_embd"), "BERT": ("num_hidden_layers", "hidden_size")}
+
+
+def small(network: str) -> list[str]:
+    layers, width = (f"cases.{network}.model.model.config.{name}" for name in SIZES[network])
+    (other,) = set(SIZES) - {network}
+    return [f"~cases.{other}", f"{layers}=4", f"{width}=48", "rounds=1", "warmup_rounds=0", "steps=1", "batch_size=4"]
+
+
+@pytest.mark.parametrize("network", [pytest.param("BERT", marks=pytest.mark.long), "GPT-2"])
+def test_all_of_them_train_the_same_step(network: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    few = ["schedules=[ooo2,gpipe]", "peers=[GPipe,InterleavedZeroBubble 2,ZBVZeroBubble]"]
+    settings, recipe = settings_with(*small(network), *few, experiment="ooo_pipeline_compute"), RealLayers()
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    (point,) = result.points
+    assert point.variants(STEP) == [
+        *("ooo2", "gpipe", "torch GPipe", "torch InterleavedZeroBubble 2", "torch ZBVZeroBubble", "one device")
+    ]
+    assert set(point.facts["apart"]) == set(point.variants(STEP)) - {"one device"}
+    assert max(point.facts["apart"].values()) < 1e-4
+    recipe.draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_the_peer_is_the_fastest_of_torchs_own() -> None:
+    took = {"ooo2": [100.0], "gpipe": [50.0], "torch GPipe": [130.0], "torch 1F1B": [90.0], "one device": [190.0]}
+    facts = {"ranks": 2, "apart": {"ooo2": 1e-6, "torch 1F1B": 1e-3}}
+    rows = [Row(name, STEP, "ms", values) for name, values in took.items()]
+    point = Point({"network": "GPT-2"}, {}, rows, facts)
+    result = Result("t", "recipe", "ooo-backprop", "where", "title", [point])
+    lines = RealLayers().compare(result)
+    assert [line.against for line in lines] == [target(name) for name in ("over-best", "over-gpipe", "apart")]
+    assert [line.measured.median for line in lines if line.measured] == pytest.approx([0.9, 1.3, 1e-3])
+    assert lines[0].note.endswith("torch 1F1B")

@@ -1,4 +1,4 @@
-"""Figures 5, 6, 11, 12 and 13 on paper: the recipes' numbers are those of the schedules, beside the paper's."""
+"""Figures 5, 6, 11, 12 and 13, and section 6, on paper: numbers are those of the schedules, beside the paper's."""
 
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,29 @@ from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Result
 from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.ooo.pipeline_scaling import (
+    BOTH,
+    FIRST_K,
     GPIPE,
     MEGATRON,
     MEGATRON_FORWARDED,
+    MODEL_PARALLEL,
     ONE,
     OURS,
+    PAPERS1,
     PAPERS2,
     PIPEDREAM,
     SPEED,
     STEP,
     Case,
+    Hybrid,
+    Hybrids,
     PipelineScaling,
 )
-from retime.recipes.ooo.pipeline_timelines import AT_ONCE, DEALT, FORWARDED, PLAIN, PipelineTimelines
+from retime.recipes.ooo.pipeline_scaling import FORWARDED as OOO_PIPE2
+from retime.recipes.ooo.pipeline_scaling import PLAIN as PLAIN_GPIPE
+from retime.recipes.ooo.recurrent_pipeline import STATE_FIRST, Cells, RecurrentPipeline
 from retime.recipes.ooo.settings import PaperPipelineSettings
+from retime.recipes.ooo.timelines import AT_ONCE, DEALT, FORWARDED, PLAIN, PipelineTimelines
 
 
 def settings_with(experiment: str, *overrides: str) -> PaperPipelineSettings:
@@ -161,3 +170,48 @@ def test_a_simulated_picture_names_schedules_and_no_machine(tmp_path: Path, monk
         "ZB-H1",
         "OOO-Pipe2",
     ]
+
+
+def test_a_recurrent_network_by_hand() -> None:
+    """Two cells on two GPUs: I1, F1, F2 with I2 beside, then O2 and W2 as one, and W1 when both are done."""
+    cells = Cells(cells=2, ranks=2, micro_batches=2, independent=1.0, ratio=0.0)
+    assert cells.units(ONE) == 2 + 2 + 3 + 2
+    # first GPU: I1 F1 .. .. .. W1 V1; second: I2 .. F2 B2 B2 V2
+    assert cells.units(MODEL_PARALLEL) == 7
+    assert cells.units(STATE_FIRST) == 7
+    # O2 first, so that W1 begins a unit sooner
+    assert cells.units(PAPERS1) == cells.units(PAPERS2) == 6
+    far = Cells(cells=2, ranks=2, micro_batches=2, independent=1.0, ratio=0.5)
+    assert far.units(PAPERS1) == 7
+    with pytest.raises(ValueError, match="'zbv' is unknown here"):
+        cells.units("zbv")
+
+
+def test_micro_batches_of_a_recurrent_network_cost_what_is_fixed(tmp_path: Path) -> None:
+    recipe = RecurrentPipeline()
+    result = recipe.run(settings_with("ooo_fig11_rnn"), tmp_path, Console(quiet=True))
+    plain, *_, fixed = result.points
+    assert plain.values(GPIPE, STEP)[0] < plain.values(MODEL_PARALLEL, STEP)[0] < fixed.values(GPIPE, STEP)[0]
+    assert plain.values(PAPERS2, STEP)[0] < plain.values(STATE_FIRST, STEP)[0] < plain.values(MODEL_PARALLEL, STEP)[0]
+    assert plain.values(PAPERS2, STEP) == fixed.values(PAPERS2, STEP)  # the batch is whole
+    assert [line.note.split(":")[0] for line in recipe.compare(result)] == ["RNN", "RNN"]
+    recipe.draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_reverse_first_k_inside_a_pipeline(tmp_path: Path) -> None:
+    small = "{layers: 8, ranks: 2, micro_batches: 2, ratio: 0.0, synchronisation: 3.0}"
+    recipe, settings = Hybrids(), settings_with("ooo_hybrid", "~cases", f"+cases={{small: {small}}}")
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    (point,) = result.points
+    assert len(point.facts["GPipe: units by k"]) == 9
+    assert point.values(BOTH, STEP)[0] < point.values(OOO_PIPE2, STEP)[0] < point.values(PLAIN_GPIPE, STEP)[0]
+    assert point.values(BOTH, STEP)[0] < point.values(FIRST_K, STEP)[0]
+    recipe.draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_without_synchronisation_a_steady_step_is_its_makespan() -> None:
+    case = Hybrid(layers=8, ranks=2, micro_batches=2, ratio=0.0, synchronisation=0.0)
+    assert case.units(*case.plans[PLAIN_GPIPE], 0) <= 35  # Figure 6 (a); the next step may begin before it ends
+    assert case.units(*case.plans[OOO_PIPE2], 0) <= 25  # (c)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from retime.recipes.ooo import priorities
-from retime.recipes.ooo.priorities import PriorityReducer
+from retime.recipes.ooo import variants
+from retime.recipes.ooo.variants import PriorityReducer
 
 
 def test_the_most_urgent_partition_that_is_there_leaves_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,8 +21,8 @@ def test_the_most_urgent_partition_that_is_there_leaves_next(monkeypatch: pytest
         assert goes_on.wait(30)
         part.add_(1)
 
-    monkeypatch.setattr(priorities, "own_group", lambda: None)
-    monkeypatch.setattr(priorities, "close_group", lambda group: None)
+    monkeypatch.setattr(variants, "own_group", lambda: None)
+    monkeypatch.setattr(variants, "close_group", lambda group: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast", lambda choice, root, group: None)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)

@@ -16,10 +16,8 @@ from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware
 from retime.recipes.ooo import claims as ooo_claims
 from retime.recipes.ooo.calibration import MeasuredRun, Parameters, calibrate, read_runs, simulated_ms
-from retime.recipes.ooo.clusters import P100_SXM2, SETTINGS, V100
-from retime.recipes.ooo.discussion import Discussion
-from retime.recipes.ooo.model_costs import Gpu, calibrated, compute_ms, count, layer_costs
-from retime.recipes.ooo.scaling import CALIBRATED, OVER, PAPERS_NETWORK, Scaling
+from retime.recipes.ooo.model_costs import P100_SXM2, SETTINGS, V100, Gpu, calibrated, compute_ms, count, layer_costs
+from retime.recipes.ooo.scaling import CALIBRATED, OVER, PAPERS_NETWORK, Discussion, Scaling
 from retime.recipes.ooo.settings import SimulatedSettings
 from retime.recipes.ooo.timelines import CONVENTIONAL, PRIORITISED, REVERSED
 from retime.schedules import Cluster, LayerCost, Link
@@ -144,7 +142,7 @@ def test_clusters_of_table_2():
 
 def test_discussion_of_section_8_3(tmp_path):
     recipe = Discussion()
-    result = recipe.run(settings(recipe="retime.recipes.ooo.discussion.Discussion"), tmp_path, Console(quiet=True))
+    result = recipe.run(settings(recipe="retime.recipes.ooo.scaling.Discussion"), tmp_path, Console(quiet=True))
     lines = {line.against: line.measured.median for line in recipe.compare(result)}
     assert lines[ooo_claims.claim("compute")] == pytest.approx(380)
     assert lines[ooo_claims.claim("overhead")] == pytest.approx(350, abs=0.5)

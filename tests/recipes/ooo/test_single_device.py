@@ -9,6 +9,7 @@ import torch
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
+from retime.commands import advise_worker
 from retime.foundations.cpu_pool import MemoryPool
 from retime.mechanisms.two_streams import search
 from retime.recipes.core.claims import Claim, Target
@@ -193,24 +194,25 @@ def test_a_step_of_chosen_layers_has_their_weight_gradients_only() -> None:
 
 def test_layers_that_a_fit_chose_are_those_of_the_drawn_step(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[dict[str, Any]] = []
+    requests = iter([{"steps": 6}, {"steps": 32}])
 
     class EnoughError(Exception): ...
 
     def next_request(answer: dict[str, Any]) -> dict[str, Any]:
         answers.append(answer)
-        if len(answers) == 2:
+        request = next(requests, None)
+        if request is None:
             raise EnoughError
-        return {"steps": 32}
+        return request
 
     monkeypatch.setattr(search, "layers_to_give", lambda times, passes, rest_s: sorted(times)[:1])
-    monkeypatch.setattr(single_device, "SEARCH_STEPS", 8)
-    monkeypatch.setattr(single_device, "next_request", next_request)
+    monkeypatch.setattr(advise_worker, "next_request", next_request)
     torch.set_num_threads(2)
     server = single_device.Server()
     server.begin({"case": LINEAR, "seed": 0})
     with pytest.raises(EnoughError):
-        server.fit({"threads": 2, "two": True})
-    in_the_search, behind_it = (answer["layers"] for answer in answers)
+        server.fit({"threads": 2, "method": "ooo_single_device"})
+    _, in_the_search, behind_it = (answer["layers"] for answer in answers)
     assert in_the_search is None, "still in the profile, and the first settings are plain ones"
     server.begin({"case": LINEAR, "seed": 0, "layers": behind_it})
     boxes = [box.split(";") for box in server.both_steps({"threads": 2})[f"{one_step.BOXES}, two streams"]]

@@ -1,0 +1,413 @@
+"""How fast reverse first-k trains on ranks: over hosts, over k, and against what this project wants it to reach.
+
+`ooo_fig10` is the measured part of Figure 10: up to as many hosts as this machine has cores compute for real; beyond
+that, and for comparison below it, the layers sleep for the times measured on a real rank. The simulated part of the
+figure is calibrated on these points. `ooo_ksweep` has the throughput for every k, which the paper takes to be concave,
+and the search's way over it. `ooo_targets` has this project's own targets, each case with its numbers.
+"""
+
+import os
+import re
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Comparison, Target, show
+from retime.recipes.core.measure import Spread, spread
+from retime.recipes.core.of_points import ratio, titled
+from retime.recipes.core.published import paper
+from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
+from retime.recipes.core.results import Point, Result
+from retime.recipes.ooo.claims import claim, target
+from retime.recipes.ooo.cluster import (
+    IDLE,
+    MIB,
+    PEAK,
+    OnRanks,
+    best_of_ours,
+    bound_fraction,
+    bound_ms,
+    bound_notes,
+    busy_ceiling,
+    percent_more,
+    strongest_peer,
+)
+from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
+from retime.recipes.ooo.variants import BOUNDS, label
+
+REAL, EMULATED = "real", "emulated"
+
+
+class Hosts(OnRanks):
+    """One point for each number of hosts and kind of computation."""
+
+    axes = ("host_counts",)
+
+    def __init__(self) -> None:
+        self._known_costs: dict[int, dict[str, Any]] = {}
+
+    def points(self, settings: OutOfOrderSettings) -> list[dict[str, Any]]:
+        cores = len(os.sched_getaffinity(0))
+        real = [count for count in settings.host_counts if count <= cores]
+        found = [{"hosts": count, "compute": REAL} for count in real]
+        if settings.emulate_compute:
+            found += [{"hosts": count, "compute": EMULATED} for count in settings.host_counts]
+        elif len(real) < len(settings.host_counts):
+            raise ValueError(
+                f"host_counts has more hosts than this machine has cores ({cores}): set emulate_compute=true"
+            )
+        return found
+
+    def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        hosts = at["hosts"]
+        costs = self._costs(settings, min(hosts, len(os.sched_getaffinity(0))), tick)
+        sleeping = costs["layers"] if at["compute"] == EMULATED else None
+        names = [name for name in settings.variants if hosts > 1 or name.startswith("ddp")]
+        measured = self.compare_variants(replace(settings, hosts=hosts, variants=names), tick, sleeping=sleeping)
+        measured.facts["layers"] = costs["layers"]
+        measured.facts["cluster"]["update_ms"] = costs["update_ms"]
+        return measured
+
+    def _costs(self, settings: OutOfOrderSettings, busy: int, tick: Tick) -> dict[str, Any]:
+        """The layers' times, with as many ranks at work at the same time as the cores will be shared by later."""
+        if busy not in self._known_costs:
+            with self.network(settings, busy, settings.rate) as network:
+                self._known_costs[busy] = self.run_job(settings, network, tick, "layers")[0]
+        return self._known_costs[busy]
+
+    def compare(self, result: Result) -> list[Comparison]:
+        ratios = []
+        for point in result.points:
+            if point.at["compute"] == REAL and point.has("priority", "step"):
+                ours = best_of_ours(point)
+                over = ratio(point, "priority", ours) if ours else None
+                ratios.append((over, f"{point.at['hosts']} hosts, over a peer that sends by priority"))
+        lines = ratios or [(None, "no peer here sends by priority, as BytePS does")]
+        return [Comparison(claim(f"hosts-{part}"), over, note) for part in "abc" for over, note in lines]
+
+    def notes(self, result: Result) -> list[str]:
+        lines = []
+        for point in sorted(result.points, key=_order):
+            lines += bound_notes(point, f"{point.at['compute']} computation")
+            ours, peers = best_of_ours(point), ("ddp", "ddp_layer_buckets", "ddp_tuned_buckets", "priority", "ooo_k0")
+            over = {label(name): ratio(point, name, ours) for name in peers if ours}
+            gains = [f"{show(gain, 'x')} over {name}" for name, gain in over.items() if gain]
+            if gains:
+                where = f"{point.at['compute']} computation, {point.at['hosts']} hosts"
+                lines.append(f"- {where}: reverse-first-k, k tuned, is {', '.join(gains)}")
+        real = {point.at["hosts"]: point for point in result.points if point.at["compute"] == REAL}
+        for point in result.points:
+            twin = real.get(point.at["hosts"])
+            if point.at["compute"] == EMULATED and twin:
+                found = spread(point.values("ddp", "step")).median / spread(twin.values("ddp", "step")).median
+                lines.append(f"- sleeping layers take {found:.2f} of the real ddp's step on {point.at['hosts']} hosts")
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        kinds = [kind for kind in (REAL, EMULATED) if any(point.at["compute"] == kind for point in result.points)]
+        drawing, panels = charts.one_or_panels(titled(result), len(kinds), sharey=True)
+        for axes, kind in zip(panels, kinds, strict=True):
+            points = sorted((point for point in result.points if point.at["compute"] == kind), key=_order)
+            names = dict.fromkeys(name for point in points for name in point.variants("step") if name not in BOUNDS)
+            for index, name in enumerate(names):
+                known = [point for point in points if point.has(name, "step")]
+                hosts = [point.at["hosts"] for point in known]
+                speeds = [throughput(point, point.values(name, "step")) for point in known]
+                charts.points_with_spread(axes, hosts, speeds, label(name), index, line=True)
+            bounds = [throughput(point, bound_ms(point)).median for point in points]
+            axes.plot([point.at["hosts"] for point in points], bounds, "--", color=charts.GREY, label="bound")
+            axes.set_title(f"{kind} computation", fontsize=10)
+            axes.set_xlabel("hosts")
+            axes.set_xticks([point.at["hosts"] for point in points])
+        panels[0].set_ylim(bottom=0)  # after all is drawn: the panels share their scale
+        panels[0].set_ylabel("samples per second, all hosts")
+        panels[-1].legend(fontsize=8)
+        charts.save(drawing, path)
+
+
+def throughput(point: Point, step_ms: list[float]) -> Spread:
+    """Samples per second of all hosts together."""
+    samples = 1e3 * point.facts["cluster"]["batch_size"] * point.facts["cluster"]["hosts"]
+    return spread([samples / value for value in step_ms])
+
+
+def _order(point: Point) -> tuple[str, int]:
+    return (point.at["compute"], point.at["hosts"])
+
+
+class Sweep(OnRanks):
+    """One point: every k of `ks` beside plain DDP, all interleaved."""
+
+    def points(self, settings: OutOfOrderSettings) -> list[dict[str, Any]]:
+        if not settings.ks:
+            raise ValueError("ks is empty: name the k to measure, as in ks=[0,2,4]")
+        return super().points(settings)
+
+    def blocks(self, settings: OutOfOrderSettings) -> int | None:
+        count = len(settings.variants) + len(settings.ks) + 2
+        return 2 + count * (settings.rounds + settings.warmup_rounds)
+
+    def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        variants = [*settings.variants, *(f"ooo_k{k}" for k in settings.ks)]
+        return self.compare_variants(replace(settings, variants=variants), tick)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            best = best_fixed(point)
+            if best is None:
+                continue
+            wanted = Target(f"best k of the sweep ({best}) over ddp", "x", 1.25)
+            lines.append(Comparison(wanted, ratio(point, "ddp", best), _peer_note(point, best)))
+            if point.has("ooo_tuned", "step"):
+                auto = f"auto k={point.facts['cluster']['k']}"
+                lines.append(Comparison(target("sweep-search"), within_best(point), auto))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines = []
+        for point in result.points:
+            speeds = {k: 1 / spread(point.values(name, "step")).median for k, name in fixed(point).items()}
+            if len(speeds) > 2:
+                breaks = concavity_breaks(speeds)
+                lines.append(
+                    f"- throughput over k rises to one top and falls after it, but at {breaks} of {len(speeds)} k"
+                    if breaks
+                    else "- throughput over k rises to one top and falls after it, as the paper's search assumes"
+                )
+            lines += bound_notes(point, "sweep")
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        (point,) = result.points
+        drawing, axes = charts.figure(titled(result, _links(point)), width=9)
+        names = fixed(point)
+        speeds = [throughput(point, point.values(name, "step")) for name in names.values()]
+        if names:
+            charts.points_with_spread(axes, list(names), speeds, "every k, interleaved", 0, line=True)
+        for index, name in enumerate((name for name in point.variants("step") if name.startswith("ddp")), start=1):
+            middle = throughput(point, point.values(name, "step")).median
+            axes.axhline(middle, color=charts.COLOURS[index], linestyle="--", linewidth=1.2, label=label(name))
+        bound = throughput(point, bound_ms(point)).median
+        axes.axhline(bound, color=charts.GREY, linewidth=1.5, label="bound max(compute, communication)")
+        way = [(k, throughput(point, [ms]).median) for k, ms in point.facts.get("search", {}).get("path", [])]
+        if way:
+            axes.plot(
+                *zip(*way, strict=True),
+                color=charts.COLOURS[3],
+                marker="x",
+                linestyle=":",
+                label="the search's own measurements, in order",
+            )
+            for number, place in enumerate(way, start=1):
+                axes.annotate(str(number), place, textcoords="offset points", xytext=(4, 5), fontsize=8)
+        axes.set_xlabel("k: layers whose weight gradients are computed last")
+        axes.set_ylabel("samples per second, all hosts")
+        axes.set_ylim(bottom=0)
+        charts.legend_beside(axes)
+        charts.save(drawing, path)
+
+
+def fixed(point: Point) -> dict[int, str]:
+    """The plain fixed-k variants of a point, by k."""
+    found = {int(name[5:]): name for name in point.variants("step") if re.fullmatch(r"ooo_k\d+", name)}
+    return dict(sorted(found.items()))
+
+
+def best_fixed(point: Point) -> str | None:
+    """The fixed k with the least median step time."""
+    return min(fixed(point).values(), key=lambda name: spread(point.values(name, "step")).median, default=None)
+
+
+def within_best(point: Point) -> Spread | None:
+    """By how many percent the tuned k's steps are longer than those of the sweep's best k, in each round."""
+    best = best_fixed(point)
+    return None if best is None else percent_more(point, "ooo_tuned", best, "step")
+
+
+def concavity_breaks(speeds: dict[int, float]) -> int:
+    """How many k are slower than the one before them on the way up to the top, or faster on the way down.
+
+    Differences below 1 % are taken for noise.
+    """
+    values = [speeds[k] for k in sorted(speeds)]
+    top = values.index(max(values))
+    up = sum(after < 0.99 * before for before, after in pairwise(values[: top + 1]))
+    down = sum(after > 1.01 * before for before, after in pairwise(values[top:]))
+    return up + down
+
+
+def _links(point: Point) -> str:
+    cluster = point.facts["cluster"]
+    rate = f"{cluster['rate_bits'] / 1e9:.3g} Gbit/s" if cluster["rate_bits"] else "unshaped"
+    return f"{cluster['hosts']} hosts, {rate}"
+
+
+EXTRA_PERCENT = 1.0
+SHOWN = ("ddp", "ddp_layer_buckets", "ooo_tuned")
+"""Variants whose steps are taken apart."""
+PARTS = ("forward", "backward", "communication exposed", "update")
+
+
+class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
+    """Each case is a point: step times of the variants, or peak memory (`kind: memory`)."""
+
+    def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case, kind = of_case(settings, at["case"], "kind"), settings.cases[at["case"]].get("kind", "times")
+        if kind == "times":
+            return self.compare_variants(case, tick, timelines=[name for name in SHOWN if name in case.variants])
+        if kind != "memory":
+            raise ValueError(f"cases.{at['case']}.kind={kind!r} is unknown: choose times or memory")
+        return self.peaks(case, tick)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        points = {point.at["case"]: point for point in result.points}
+        lines = []
+        for case, least in _speeds().items():
+            if case in points:
+                ours = best_of_ours(points[case])
+                note = "; ".join(filter(None, (_peer_note(points[case], ours), _ceiling_note(points[case]))))
+                wanted = Target(f"{case}: out of order over Lightning's ddp", "x", least)
+                lines.append(Comparison(wanted, ratio(points[case], "ddp", ours) if ours else None, note))
+        if "mlp" in points:
+            lines += _mlp(points["mlp"])
+        same = [point for case, point in points.items() if case.startswith("identical")]
+        if same:
+            share = [100.0 * _all_identical(point) for point in same]
+            cases = ", ".join(point.at["case"].removeprefix("identical_") for point in same)
+            lines.append(Comparison(target("identical"), spread([sum(share) / len(share)]), cases))
+        if "memory" in points:
+            lines += _memory(points["memory"], points.get("mlp"))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        return [
+            line
+            for point in result.points
+            if "cluster" in point.facts and not point.at["case"].startswith("identical")
+            for line in bound_notes(point, point.at["case"])
+        ]
+
+    def draw(self, result: Result, path: Path) -> None:
+        points = [point for point in result.points if point.has("ddp", "step") and not _is_identity(point)]
+        points.sort(key=lambda point: spread(point.values("ddp", "step")).median / _fastest_ours(point), reverse=True)
+        drawing, (speeds, parts) = charts.panels(
+            titled(result, "by gain"), 2, width=16, height=1.5 + 1.2 * max(3, len(points))
+        )
+        _draw_speeds(speeds, points)
+        _draw_parts(parts, points)
+        charts.save(drawing, path)
+
+
+def _speeds() -> dict[str, float]:
+    """The least speeds over ddp, by case."""
+    speeds: dict[str, float] = paper("ooo").targets["speed"]
+    return speeds
+
+
+def _is_identity(point: Point) -> bool:
+    return str(point.at["case"]).startswith("identical")
+
+
+def _fastest_ours(point: Point) -> float:
+    name = best_of_ours(point)
+    return spread(point.values(name, "step")).median if name else inf
+
+
+def _draw_speeds(axes: Any, points: list[Point]) -> None:
+    names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
+    for index, name in enumerate(names):
+        places = [place + (index - (len(names) - 1) / 2) * 0.17 for place in range(len(points))]
+        charts.points_with_spread(axes, places, [ratio(p, "ddp", name) for p in points], label(name), index)
+    for place, point in enumerate(points):
+        if (least := _speeds().get(point.at["case"])) is not None:
+            axes.hlines(least, place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
+        ceiling = busy_ceiling(point)
+        if ceiling:
+            axes.hlines(ceiling.median, place - 0.4, place + 0.4, color="black", linewidth=1, linestyle=":")
+    axes.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
+    axes.plot([], [], color="black", linewidth=1, linestyle=":", label="ceiling: ddp's step without its idle time")
+    charts.even_line(axes, "Lightning's ddp")
+    axes.set_xticks(range(len(points)), [_place(point) for point in points])
+    axes.set_ylabel("steps per second against ddp (x)")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
+
+
+def _draw_parts(axes: Any, points: list[Point]) -> None:
+    """Where a step goes, by StepTimeline, with the idle part of the core's time as a line below each bar."""
+    bars, idle = {}, []
+    for point in points:
+        for name in SHOWN:
+            if not point.has(name, PARTS[0]):
+                continue
+            found = {part: spread(point.values(name, part)).median for part in PARTS if point.has(name, part)}
+            found["backward"] -= found.get("communication exposed", 0.0)
+            bars[f"{point.at['case']}: {label(name)}"] = found
+            idle.append(spread(point.values(name, IDLE)).median)
+    charts.stacked_bars(axes, bars, "ms of a step, one more fit with StepTimeline")
+    for place, (bar, milliseconds) in enumerate(zip(bars.values(), idle, strict=True)):
+        end = sum(bar.values())
+        axes.plot([end - milliseconds, end], [place + 0.4] * 2, color="black", linewidth=2.5)
+    axes.plot([], [], color="black", linewidth=2.5, label="core idle")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
+
+
+def _mlp(point: Point) -> list[Comparison]:
+    """The rows of the table that the first case answers besides its speed."""
+    ours = best_of_ours(point)
+    plain = bound_fraction(point, "ddp")
+    note = f"ddp {plain.median:.2f}" if plain else ""
+    lines = []
+    if ours:
+        lines.append(Comparison(target("bound"), bound_fraction(point, ours), note))
+    best = best_fixed(point)
+    if best and point.has("ooo_tuned", "step"):
+        among = ", ".join(str(k) for k in fixed(point))
+        note = f"auto k={point.facts['cluster']['k']}, best {best} of k={among}; ooo_ksweep has the full sweep"
+        lines.append(Comparison(target("search"), within_best(point), note))
+    steps = point.facts.get("search", {}).get("steps")
+    if steps is not None:
+        lines.append(Comparison(target("search-steps"), spread([float(steps)])))
+    return lines
+
+
+def _memory(point: Point, timed: Point | None) -> list[Comparison]:
+    """Peak memory against ddp's at the k that the search found, or at every measured k if it found none of them."""
+    names = [name for name in point.variants(PEAK) if name.startswith("ooo_")]
+    if timed is not None:
+        names = [name for name in names if name == f"ooo_k{timed.facts['cluster']['k']}"] or names
+    lines = []
+    for ours in names if point.has("ddp", PEAK) else []:
+        plain = point.values("ddp", PEAK)
+        bucket_mib = min(point.settings.get("layer_bucket_mb", 4.0), point.facts["gradient bytes"] / MIB)
+        bound = EXTRA_PERCENT / 100 * spread(plain).median + bucket_mib
+        extra = spread([mine - ddp for mine, ddp in zip(point.values(ours, PEAK), plain, strict=True)])
+        wanted = Target(f"mlp: extra peak memory, {label(ours)} (1 % plus one bucket)", "MiB", bound, at_most=True)
+        lines.append(Comparison(wanted, extra))
+    return lines
+
+
+def _all_identical(point: Point) -> bool:
+    found = point.facts["final weights bit-identical to ddp, on all ranks"].split(", ")
+    return all(name in found for name in point.variants("step") if name not in BOUNDS)
+
+
+def _ceiling_note(point: Point) -> str:
+    ceiling = busy_ceiling(point)
+    return f"the processor alone allows {ceiling.median:.2f} x" if ceiling else ""
+
+
+def _peer_note(point: Point, ours: str | None) -> str:
+    peer = strongest_peer(point)
+    found = ratio(point, peer, ours) if ours else None
+    if found is None or peer == "ddp" or peer is None:
+        return ""
+    return f"{found.median:.2f} x over {label(peer)}"
+
+
+def _place(point: Point) -> str:
+    rate = point.facts["cluster"]["rate_bits"]
+    return f"{point.at['case']}\n{rate / 1e9:.2g} Gbit/s" if rate else f"{point.at['case']}\nno limit"
