@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from retime.recipes.core.measure import Spread, spread
 from retime.recipes.core.published import Reading
-from retime.recipes.core.recipe import Recipe
+from retime.recipes.core.recipe import recipe_of
 from retime.recipes.core.results import FILE, load
 from retime.recipes.core.verdicts import read
 
@@ -84,8 +83,7 @@ def texts_of(folder: Path) -> dict[str, str]:
     stated: Any = OmegaConf.load(folder / FIGURES)
     for name_of_result, entries in stated.items():
         result = load(folder / name_of_result / FILE)
-        recipe: Recipe[Any] = get_class(result.recipe)()
-        comparisons = recipe.compare(result)
+        comparisons = recipe_of(result).compare(result)
         for name, entry in entries.items():
             figure: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Figure), entry))
             try:

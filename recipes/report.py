@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import get_class
 from rich.console import Console
 
 from retime.recipes.core.claims import show
 from retime.recipes.core.history import changed
 from retime.recipes.core.measure import speedup
 from retime.recipes.core.of_points import sizes
-from retime.recipes.core.recipe import Recipe
+from retime.recipes.core.recipe import Recipe, recipe_of
 from retime.recipes.core.results import FILE, Point, Result, load
 from retime.recipes.core.tables import label_of, markdown_table
 from retime.recipes.page_figures import fill
@@ -38,7 +37,7 @@ def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
         raise FileNotFoundError(f"no {FILE} in or under {folder}: run an experiment first, or name another folder")
     for path in found:
         result = load(path)
-        recipe: Recipe[Any] = get_class(result.recipe)()
+        recipe = recipe_of(result)
         text = markdown(result, recipe)
         path.with_suffix(".csv").write_text(table_of_values(result), encoding="utf-8")
         path.with_suffix(".md").write_text(text, encoding="utf-8")

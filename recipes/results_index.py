@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
-from typing import Any
-
-from hydra.utils import get_class
 
 from retime.recipes.core.claims import Target
 from retime.recipes.core.machine import CHANGED
-from retime.recipes.core.recipe import Recipe
+from retime.recipes.core.recipe import recipe_of
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.tables import markdown_table
 from retime.recipes.core.verdicts import inside, kind_of
@@ -70,10 +67,9 @@ def duration(seconds: float) -> str:
 
 def verdicts_on_targets(result: Result) -> str:
     """How many of this project's own targets are met and missed, and how many the quartiles leave undecided."""
-    recipe: Recipe[Any] = get_class(result.recipe)()
     verdicts = [
         inside(line.measured, *((-inf, line.against.value) if line.against.at_most else (line.against.value, inf)))
-        for line in recipe.compare(result)
+        for line in recipe_of(result).compare(result)
         if isinstance(line.against, Target) and line.measured is not None
     ]
     counts = {"met": verdicts.count(True), "**missed**": verdicts.count(False), "undecided": verdicts.count(None)}

@@ -9,14 +9,11 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from hydra.utils import get_class
 
 from retime.recipes.core.claims import Comparison, amount, show
 from retime.recipes.core.history import age, changed
 from retime.recipes.core.published import PACKAGES, Paper, Published, paper
-from retime.recipes.core.recipe import Recipe, slug
+from retime.recipes.core.recipe import recipe_of, slug
 from retime.recipes.core.results import Result
 from retime.recipes.core.tables import markdown_table
 from retime.recipes.core.verdicts import Judged, Value, Verdict, counted, judge
@@ -69,8 +66,7 @@ def judged_papers(results: Mapping[str, Result]) -> list[JudgedPaper]:
         for claim in one.claims:
             result = results.get(claim.result)
             if result is not None and claim.result not in lines:
-                recipe: Recipe[Any] = get_class(result.recipe)()
-                lines[claim.result] = recipe.compare(result)
+                lines[claim.result] = recipe_of(result).compare(result)
             claims.append(judge(one, claim, result, lines.get(claim.result, [])))
         papers.append(JudgedPaper(one, claims, {name: results[name] for name in _read(one) if name in results}))
     return papers

@@ -1,16 +1,20 @@
 """What a recipe is, and how one runs: point by point, saved after each, finished ones skipped."""
 
 import datetime
+import importlib.resources
 import os
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from hydra.utils import get_class
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -175,6 +179,16 @@ class CaseRecipe(Recipe[S]):
     over: tuple[tuple[str, str], ...] = (("case", "cases"),)
 
 
+def recipe_of(result: Result) -> Recipe[Any]:
+    """The recipe that made a result; where its module is no longer there, that of the experiment of its name."""
+    path = result.recipe
+    shipped = importlib.resources.files("retime.conf") / "experiment" / f"{result.name}.yaml"
+    if find_spec(path.rpartition(".")[0]) is None and shipped.is_file():
+        path = OmegaConf.create(shipped.read_text(encoding="utf-8")).recipe
+    recipe: Recipe[Any] = get_class(path)()
+    return recipe
+
+
 def result_folder(settings: Settings, overrides: Sequence[str], axes: Sequence[str]) -> Path:
     """`outputs/<paper>/<figure>/<hardware>[/<override>...]`, where each override that is not an axis adds a folder.
 
@@ -222,7 +236,12 @@ def _fingerprint(settings: Settings, axes: Sequence[str]) -> dict[str, Any]:
 
 def _same(old: Point, fingerprint: dict[str, Any], here: machine.Provenance) -> bool:
     machine_is_same = old.hardware == here["hardware"] and old.versions == here["versions"]
-    return machine_is_same and old.settings == fingerprint
+    return machine_is_same and _without_module(old.settings) == _without_module(fingerprint)
+
+
+def _without_module(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the recipe's class alone: it may have moved since."""
+    return {**settings, "recipe": settings["recipe"].rpartition(".")[2]}
 
 
 def _progress(console: Console) -> Progress:

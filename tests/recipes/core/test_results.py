@@ -11,7 +11,7 @@ from rich.console import Console
 
 from retime.recipes import report
 from retime.recipes.core import machine
-from retime.recipes.core.recipe import Measured
+from retime.recipes.core.recipe import Measured, recipe_of
 from retime.recipes.core.results import Result, Row, load
 from retime.recipes.core.schema import Hardware
 from retime.recipes.fusion.figures import Optimizers, SavedTime
@@ -96,6 +96,19 @@ def test_another_machine_measures_again(
     monkeypatch.setattr("retime.recipes.core.machine.hardware", lambda: {"processor": "another"})
     recipe.run(settings, tmp_path, quiet)
     assert recipe.asked == [1, 4, 16] * 2
+
+
+def test_a_recipe_that_has_moved_is_found_by_its_experiment_and_keeps_its_points(
+    settings: FusionSettings, tmp_path: Path, quiet: Console
+) -> None:
+    recipe = Counting()
+    moved = dataclasses.replace(settings, recipe="retime.recipes.fusion.gone.SavedTime")
+    result = recipe.run(moved, tmp_path, quiet)
+    assert type(recipe_of(result)) is SavedTime
+    recipe.run(settings, tmp_path, quiet)
+    assert recipe.asked == [1, 4, 16]
+    with pytest.raises(ImportError, match="gone"):
+        recipe_of(dataclasses.replace(result, name="mine"))
 
 
 def test_an_interrupted_run_continues(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
