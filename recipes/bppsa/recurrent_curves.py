@@ -127,10 +127,10 @@ class Curves(Recurrent):
 
     def compare(self, result: Result) -> list[Comparison]:
         return [
-            Comparison(claim, ratio(point, name, phase), label(name, point))
+            Comparison(theirs, ratio(point, name, phase), label(name, point))
             for point in result.points
             for name in scans(point)
-            for phase, claim in self.published(point).items()
+            for phase, theirs in self.published(point).items()
         ]
 
     def published(self, point: Point) -> dict[str, Claim]:

@@ -141,7 +141,7 @@ def against(point: Point, row: dict[str, Claim]) -> list[Comparison]:
     """A table's row, if there is one, beside the fastest of our variants at that point."""
     ours = best_scan(point)
     published = row.items() if ours else ()
-    return [Comparison(claim, ratio(point, str(ours), phase), label(str(ours), point)) for phase, claim in published]
+    return [Comparison(theirs, ratio(point, str(ours), phase), label(str(ours), point)) for phase, theirs in published]
 
 
 def bounds(result: Result) -> list[str]:

@@ -228,11 +228,11 @@ def compare_modes(point: Point, forward: Claim, backward: Claim) -> list[Compari
     """The paper's two speedups: with the baseline's kernel as in the paper, and against the strongest peer."""
     lines = []
     peer = strongest_peer(point)
-    for mode, claim in zip(MODES, (forward, backward), strict=True):
+    for mode, published in zip(MODES, (forward, backward), strict=True):
         same_kernel = ratio(point, "baseline", like_the_paper(point, mode))
-        lines.append(Comparison(claim, same_kernel, "same kernel as the baseline, as in the paper"))
+        lines.append(Comparison(published, same_kernel, "same kernel as the baseline, as in the paper"))
         note = f"ours with the best kernel against {peer}, the strongest peer"
-        lines.append(Comparison(claim, ratio(point, peer, f"retime_{mode}"), note))
+        lines.append(Comparison(published, ratio(point, peer, f"retime_{mode}"), note))
     return lines
 
 

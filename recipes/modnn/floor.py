@@ -69,21 +69,23 @@ class Floors(NetworkRecipe):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
-        for claim, ours, torchs in (
+        for published, ours, torchs in (
             (claims.claim("reduction"), (IDEAL, EQ_7), (PEAK, FLOOR)),
             (claims.claim("reduction-weights"), (IDEAL, NO_WEIGHTS), (PEAK, NO_WEIGHTS)),
         ):
             for names, what in ((ours, "counted as the paper"), (torchs, f"{torchs[0]} over {torchs[1]}")):
                 ratios = [_ratio(point, *names) for point in result.points]
                 remark = f"{what}; geometric mean {amount(geometric_mean(ratios), 'x')}"
-                lines.append(Comparison(claim, spread([fmean(ratios)]), remark))
+                lines.append(Comparison(published, spread([fmean(ratios)]), remark))
         deep = [point for point in result.points if point.at["network"] == "VGG-101"]
-        for claim, name in ((claims.claim("vgg-101-ideal"), IDEAL), (claims.claim("vgg-101-floor"), EQ_7)):
-            lines += [Comparison(claim, spread(point.values(name, MEMORY)), "counted as the paper") for point in deep]
-        for claim, least_gb in ((claims.claim("above-12-gb"), 12.0), (claims.claim("above-24-gb"), 24.0)):
+        for published, name in ((claims.claim("vgg-101-ideal"), IDEAL), (claims.claim("vgg-101-floor"), EQ_7)):
+            lines += [
+                Comparison(published, spread(point.values(name, MEMORY)), "counted as the paper") for point in deep
+            ]
+        for published, least_gb in ((claims.claim("above-12-gb"), 12.0), (claims.claim("above-24-gb"), 24.0)):
             for name in (IDEAL, PEAK):
                 above = [p.at["network"] for p in result.points if p.values(name, MEMORY)[0] > least_gb]
-                lines.append(Comparison(claim, spread([len(above)]), f"{name}: {', '.join(above)}"))
+                lines.append(Comparison(published, spread([len(above)]), f"{name}: {', '.join(above)}"))
         return lines
 
     def notes(self, result: Result) -> list[str]:

@@ -78,13 +78,13 @@ class FourDevices(SimulatedK40):
         return Measured(rows, {**facts, "sub-batches of": plan.sub_batch, "sub-batches on one": alone.sub_batch})
 
     def compare(self, result: Result) -> list[Comparison]:
-        def line(claim: Claim, budget_gb: float, reference: str, variant: str) -> Comparison:
+        def line(published: Claim, budget_gb: float, reference: str, variant: str) -> Comparison:
             known = [p for p in result.points if p.at["budget_gb"] == budget_gb and p.has(variant, BATCH)]
             if not known:
-                return Comparison(claim)
+                return Comparison(published)
             speeds = [p.values(reference, BATCH)[0] / p.values(variant, BATCH)[0] for p in known]
             remark = f"simulated, {len(known)} networks, {min(speeds):.2f} to {max(speeds):.2f}"
-            return Comparison(claim, spread([fmean(speeds)]), remark)
+            return Comparison(published, spread([fmean(speeds)]), remark)
 
         return [
             line(claims.claim("figure-17-ideal"), 12, IDEAL, FOUR_IDEAL),

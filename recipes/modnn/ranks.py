@@ -113,8 +113,8 @@ class Ranks(NetworkRecipe):
             lines.append(Comparison(claims.target("ranks-difference"), spread([away]), budget))
         remark = "budgets here are shares of what a rank's batch needs, not GB of four devices"
         lines += [
-            Comparison(claim, None, remark)
-            for claim in (claims.claim("figure-17-modnn"), claims.claim("figure-18-6-gb-naive"))
+            Comparison(published, None, remark)
+            for published in (claims.claim("figure-17-modnn"), claims.claim("figure-18-6-gb-naive"))
         ]
         return lines
 
@@ -178,12 +178,12 @@ def _beside(values: list[Spread], shift: float) -> list[float]:
 
 def _once_over_each(point: Point, where: str) -> Comparison:
     """Both ways are the same if the plan has a rank's share in one part."""
-    share, target = point.facts["batch size"] // point.facts["ranks"], claims.target("once-over-each")
+    share, wanted = point.facts["batch size"] // point.facts["ranks"], claims.target("once-over-each")
     sub_batch = OffloadPlan.parse(point.facts["plans"][ONCE]).sub_batch
     if sub_batch >= share:
         remark = f"{where}: nothing to compare, a rank's {share} samples are one sub-batch, so both ways reduce once"
-        return Comparison(target, None, remark)
-    return Comparison(target, speedup(point.values(EACH, STEP), point.values(ONCE, STEP)), where)
+        return Comparison(wanted, None, remark)
+    return Comparison(wanted, speedup(point.values(EACH, STEP), point.values(ONCE, STEP)), where)
 
 
 def _peaks(point: Point, where: str) -> list[Comparison]:

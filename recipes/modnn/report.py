@@ -115,10 +115,10 @@ def why_missing(point: Point, name: str) -> str:
 def slowdowns(points: Iterable[Point]) -> Iterator[Comparison]:
     """A line a network for each of the two budgets with a wanted slowdown."""
     known = list(points)
-    for name, target in (("50 %", claims.target("slowdown-50")), ("25 %", claims.target("slowdown-25"))):
+    for name, wanted in (("50 %", claims.target("slowdown-50")), ("25 %", claims.target("slowdown-25"))):
         for point in known:
             slower = slowdown(point, name)
-            yield Comparison(target, slower, f"{point.at['network']}{_over(point, name) or why_missing(point, name)}")
+            yield Comparison(wanted, slower, f"{point.at['network']}{_over(point, name) or why_missing(point, name)}")
 
 
 def _over(point: Point, name: str) -> str:
@@ -148,7 +148,7 @@ def differences(points: Iterable[Point], missing: Iterable[str]) -> Iterator[Com
         for point in known
         if point.has(GIVING_BACK, DIFFERENCE)
     }
-    for target, split in ((claims.target("offload-difference"), False), (claims.target("split-difference"), True)):
+    for wanted, split in ((claims.target("offload-difference"), False), (claims.target("split-difference"), True)):
         found = {
             f"{point.at['network']} at {name}": point.values(name, DIFFERENCE)[0]
             for point in known
@@ -159,7 +159,7 @@ def differences(points: Iterable[Point], missing: Iterable[str]) -> Iterator[Com
             listed = [f"{run} {amount(value, 'ppm')}" for run, value in found.items()]
             if split:
                 listed += [f"{network}: plain, reversed {amount(value, 'ppm')}" for network, value in orders.items()]
-            yield Comparison(target, spread([max(found.values())]) if found else None, with_missing(listed, lacking))
+            yield Comparison(wanted, spread([max(found.values())]) if found else None, with_missing(listed, lacking))
 
 
 def with_missing(listed: Iterable[str], missing: Iterable[str]) -> str:

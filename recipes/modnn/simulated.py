@@ -149,7 +149,7 @@ class OneBudget(SimulatedK40):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
-        for claim, names in (
+        for published, names in (
             (claims.claim("figure-10-modnn"), (MODNN, PAPERS_RULES)),
             (claims.claim("figure-10-vdnn"), (VDNN_ALL, VDNN_CONV, VDNN_LEAST)),
         ):
@@ -157,7 +157,7 @@ class OneBudget(SimulatedK40):
                 added = [100 * (value - 1) for value in _values(result, name, SLOWER)]
                 if added:
                     remark = f"simulated, {name}: average of {len(added)} that fit"
-                    lines.append(Comparison(claim, spread([fmean(added)]), remark))
+                    lines.append(Comparison(published, spread([fmean(added)]), remark))
         for name in (VDNN_ALL, VDNN_CONV):
             both = [p for p in result.points if p.has(name, MOVED) and p.has(MODNN, MOVED)]
             moving = [p for p in both if p.values(MODNN, MOVED)[0]]
@@ -298,9 +298,9 @@ class Alone(SimulatedK40):
         return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
-        def line(claim: Claim, name: str, quantity: str, change: Callable[[float], float]) -> Comparison:
+        def line(published: Claim, name: str, quantity: str, change: Callable[[float], float]) -> Comparison:
             values = [change(value) for value in _values(result, name, quantity)]
-            return Comparison(claim, spread([fmean(values)]), "simulated") if values else Comparison(claim)
+            return Comparison(published, spread([fmean(values)]), "simulated") if values else Comparison(published)
 
         return [
             line(claims.claim("figure-13-sub-batches"), SUB_BATCHES, MEMORY, lambda percent: 100 / percent),

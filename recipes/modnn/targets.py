@@ -238,11 +238,11 @@ def _random(point: Point) -> Iterator[Comparison]:
     died = [label for label, outcome in outcomes.items() if outcome.startswith("out of memory")]
     over = [label for label in trained if point.values(label, MEASURED)[0] > point.values(label, BUDGET)[0]]
     where = f"limit from {point.facts['limit from']} on"
-    target = Target("runs at a random budget that trained", "runs", len(outcomes))
-    yield Comparison(target, spread([len(trained)]), where)
-    target = Target("runs at a random budget that trained with a measured peak inside it", "runs", len(outcomes))
+    wanted = Target("runs at a random budget that trained", "runs", len(outcomes))
+    yield Comparison(wanted, spread([len(trained)]), where)
+    wanted = Target("runs at a random budget that trained with a measured peak inside it", "runs", len(outcomes))
     remark = "; ".join([f"{len(trained)} trained", *([f"over their budgets: {', '.join(over)}"] if over else [])])
-    yield Comparison(target, spread([len(trained) - len(over)]), remark)
+    yield Comparison(wanted, spread([len(trained) - len(over)]), remark)
     yield Comparison(claims.target("out-of-memory"), spread([len(died)]), where)
 
 
@@ -292,13 +292,13 @@ def _alone(points: list[Point]) -> Iterator[Comparison]:
         smaller = {net: point.facts["ideal peak MiB"] / point.values(name, MEASURED)[0] for net, point in runs.items()}
         slower = {net: value for net, point in runs.items() if (value := slowdown(point, name))}
         average = [fmean(rounds) for rounds in zip(*(value.rounds for value in slower.values()), strict=True)]
-        claim = claims.claim(f"figure-14-{technique}")
-        added = [100 * (ratio - 1) if claim.unit == "%" else ratio for ratio in average]
+        published = claims.claim(f"figure-14-{technique}")
+        added = [100 * (ratio - 1) if published.unit == "%" else ratio for ratio in average]
         memory = ", ".join(f"{net} {amount(value, 'x')}" for net, value in smaller.items())
         times = ", ".join(f"{net} {amount(value.median, 'x')}" for net, value in slower.items())
         less = spread([fmean(smaller.values())])
         yield Comparison(claims.claim(f"figure-13-{technique}"), less, f"{name}: {memory}")
-        yield Comparison(claim, spread(added), f"{name}: {times}")
+        yield Comparison(published, spread(added), f"{name}: {times}")
 
 
 def _smallest(points: list[Point]) -> Iterator[Comparison]:
