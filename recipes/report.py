@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
+from retime.foundations.measure import speedup
 from retime.recipes.core.claims import show
 from retime.recipes.core.history import changed
-from retime.recipes.core.measure import speedup
 from retime.recipes.core.of_points import sizes
 from retime.recipes.core.recipe import Recipe, recipe_of
 from retime.recipes.core.results import FILE, Point, Result, load

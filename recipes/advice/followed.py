@@ -17,13 +17,13 @@ import torch
 from omegaconf import OmegaConf
 
 import retime
+from retime.foundations.measure import Spread, speedup, spread
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.workers import Answer, Worker
 from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row

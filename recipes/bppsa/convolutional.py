@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from retime.foundations.measure import spread
 from retime.modules.scan_sequential import ScanSequential
 from retime.recipes.bppsa.settings import ConvolutionalSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model, build_optimizer, loss_of
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retime.foundations.measure import spread
 from retime.mechanisms.scan import jacobian_of, transposed_jacobian
 from retime.recipes.bppsa.claims import claim
 from retime.recipes.bppsa.settings import ConvolutionalSettings
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.measure import PhaseClock, interleave, spread
+from retime.recipes.core.measure import PhaseClock, interleave
 from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row

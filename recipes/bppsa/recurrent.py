@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.mechanisms.scan import choose_solver
 from retime.modules import convert
 from retime.recipes.bppsa.settings import RecurrentSettings
 from retime.recipes.core import of_points
 from retime.recipes.core.build import build_batches, build_model, build_optimizer, loss_of
-from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
+from retime.recipes.core.measure import PhaseClock, interleave, middle_step
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, phase_rows
 

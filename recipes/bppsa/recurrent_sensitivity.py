@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.ticker import NullLocator
 
+from retime.foundations.measure import spread
 from retime.recipes.bppsa import claims
 from retime.recipes.bppsa.recurrent import (
     BASELINE,
@@ -22,7 +23,6 @@ from retime.recipes.bppsa.recurrent import (
 from retime.recipes.bppsa.settings import RecurrentSettings
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, show
-from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.mechanisms.scan import choose_solver
 from retime.modules import convert
 from retime.recipes.bppsa.recurrent import BASELINE, OURS, Recurrent, label, ratio
 from retime.recipes.bppsa.settings import RecurrentSettings
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
+from retime.recipes.core.measure import PhaseClock, interleave, middle_step
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.published import paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick

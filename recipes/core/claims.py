@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from retime.recipes.core.measure import Spread, spread
+from retime.foundations.measure import Spread, spread
 
 CLOSE = 0.25
 """A simulated number holds within this share of the published one, of a speedup if its gain does."""

@@ -14,9 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from retime.foundations.measure import Spread, clock_of, speedup, spread
-
-__all__ = ["PhaseClock", "Spread", "interleave", "middle_step", "pinned", "speedup", "spread"]
+from retime.foundations.measure import clock_of
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from textwrap import fill
 from typing import Any
 
-from retime.recipes.core.measure import Spread, speedup
+from retime.foundations.measure import Spread, speedup
 from retime.recipes.core.results import Point, Result
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retime.recipes.core.measure import Spread, spread
+from retime.foundations.measure import Spread, spread
 
 FORMAT = 1
 FILE = "result.json"

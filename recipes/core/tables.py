@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from retime.foundations.measure import speedup
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.claims import show as with_spread
-from retime.recipes.core.measure import speedup
 from retime.recipes.core.results import Point, Result
 
 

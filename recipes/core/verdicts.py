@@ -6,8 +6,8 @@ from enum import StrEnum
 from itertools import combinations
 from math import inf
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.recipes.core.claims import Claim, Comparison, Target
-from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.published import Check, Paper, Published, Reading, as_claim
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.tables import label_of

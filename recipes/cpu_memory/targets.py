@@ -13,11 +13,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.foundations.workers import Worker, closing
 from retime.recipes.core import charts
 from retime.recipes.core.build import saved_batch
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import Spread, interleave, speedup, spread
+from retime.recipes.core.measure import interleave
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.published import target_of
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import speedup, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.measure import speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.published import claim_of, target_of
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, amount
-from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.results import Point, Result
 from retime.recipes.fusion import claims

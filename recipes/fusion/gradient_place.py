@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retime.foundations.measure import speedup
 from retime.foundations.torch_private.optimizers import fused_adamw
 from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import show
-from retime.recipes.core.measure import PhaseClock, interleave, middle_step, speedup
+from retime.recipes.core.measure import PhaseClock, interleave, middle_step
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import spread
 from retime.foundations.workers import answer_once
 from retime.recipes.core import charts
 from retime.recipes.core.claims import amount
-from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Result, Row

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from retime.foundations.measure import Spread, spread
 from retime.recipes.core.build import KernelUnavailable, build_batches, build_model
-from retime.recipes.core.measure import Spread, interleave, spread
+from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, phase_rows
 from retime.recipes.fusion.settings import FusionSettings

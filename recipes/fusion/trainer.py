@@ -15,11 +15,12 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 import retime  # noqa: F401 -- registers the strategy names
+from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Answer
 from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target, show
-from retime.recipes.core.measure import Spread, interleave, spread
+from retime.recipes.core.measure import interleave
 from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.published import paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+from retime.foundations.measure import spread
 from retime.mechanisms.memory_budget import StepMemory, StepProfile
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
-from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.modnn import claims

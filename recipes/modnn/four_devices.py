@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison
-from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.modnn import claims

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.foundations.workers import Worker, WorkerError, closing
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
-from retime.recipes.core.measure import Spread, interleave, speedup, spread
+from retime.recipes.core.measure import interleave
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row

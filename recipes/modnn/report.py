@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.recipes.core.claims import Comparison, amount
-from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.results import Point
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.side_by_side import (

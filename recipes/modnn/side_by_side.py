@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from retime.foundations.measure import spread
 from retime.foundations.workers import Worker, WorkerError, answer_once, closing
 from retime.recipes.core.build import saved_batch
-from retime.recipes.core.measure import interleave, spread
+from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import Tick
 from retime.recipes.core.results import Row
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of

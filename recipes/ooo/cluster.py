@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.recipes.core.claims import show
-from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Row
 from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, rate_text, run_ranks

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.build import build
 from retime.recipes.core.claims import Comparison, amount
-from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.simulated import SimulatedRecipe

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from retime.foundations.measure import speedup
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.measure import speedup
 from retime.recipes.core.results import Result
 from retime.recipes.ooo.claims import pipelines
 from retime.recipes.ooo.pipeline import STEP, PipelineTargets, worst_error

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import spread
 from retime.recipes.core.claims import Claim, Comparison
-from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.ooo.claims import pipelines

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from retime.foundations.measure import spread
 from retime.recipes.core import charts, tables
 from retime.recipes.core.build import build
 from retime.recipes.core.claims import Comparison, amount
-from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.simulated import SimulatedRecipe

@@ -35,12 +35,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.workers import Worker, WorkerError, closing, next_request
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
-from retime.recipes.core.measure import Spread, interleave, speedup, spread
+from retime.recipes.core.measure import interleave
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row

@@ -6,9 +6,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import Spread, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import Spread, spread
 from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result

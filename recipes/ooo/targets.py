@@ -4,9 +4,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.published import paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick

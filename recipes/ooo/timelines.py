@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import spread
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.simulated import SimulatedRecipe

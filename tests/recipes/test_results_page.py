@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from retime.foundations.measure import spread
 from retime.recipes import report, results_index
 from retime.recipes.core import history
 from retime.recipes.core.charts import MOST_PIXELS
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import spread
 from retime.recipes.core.results import FILE, Point, Result, Row, load
 from retime.recipes.core.verdicts import Verdict
 from retime.recipes.results_index import index

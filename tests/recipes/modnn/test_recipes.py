@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from retime.foundations.measure import spread
 from retime.foundations.workers import Worker, WorkerError
 from retime.recipes import __main__ as command
-from retime.recipes.core.measure import spread
 from retime.recipes.core.results import load
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.budget_worker import Server

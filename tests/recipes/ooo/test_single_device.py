@@ -10,9 +10,9 @@ from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.foundations.cpu_pool import MemoryPool
+from retime.foundations.measure import spread
 from retime.mechanisms.two_streams import search
 from retime.recipes.core.claims import Claim, Target
-from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpu_memory import allocators
