@@ -24,9 +24,8 @@ from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.core.trainer_loop import Run, train
 from retime.recipes.cpu_memory.allocators import environment_of
 from retime.recipes.emulated import loopback, run_ranks

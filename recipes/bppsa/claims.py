@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from retime.recipes.core.claims import Claim
-from retime.recipes.core.published import claim_of, paper
+from retime.recipes.core.claims import Claim, claim_of, paper
 
 claim = partial(claim_of, "bppsa")
 

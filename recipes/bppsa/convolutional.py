@@ -21,9 +21,8 @@ from retime.recipes.bppsa.settings import ConvolutionalSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model, build_optimizer, loss_of
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 
 Batch = tuple[Tensor, Tensor]
 PLAIN, MOVED = "back-propagation", "back-propagation from weights moved by rounding"

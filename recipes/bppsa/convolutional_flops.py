@@ -24,9 +24,8 @@ from retime.recipes.bppsa.settings import ConvolutionalSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model, build_optimizer, loss_of
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Result, Row
+from retime.recipes.core.results import Result, Row, titled
 
 PRUNINGS = {"class_blind": prune_class_blind, "class_uniform": prune_class_uniform}
 ZEROS = ("of one image", "guaranteed")

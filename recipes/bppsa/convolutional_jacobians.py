@@ -18,9 +18,8 @@ from retime.recipes.bppsa.settings import ConvolutionalSettings
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import PhaseClock, interleave
-from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, ratio, titled
 
 VALUES, ALL = "values", "pattern and values"
 AUTOGRAD, NUMERICAL = "autograd, all columns", "finite differences, all columns"

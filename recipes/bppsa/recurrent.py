@@ -16,7 +16,7 @@ from retime.foundations.measure import Spread, speedup, spread
 from retime.mechanisms.scan import choose_solver
 from retime.modules import convert
 from retime.recipes.bppsa.settings import RecurrentSettings
-from retime.recipes.core import of_points
+from retime.recipes.core import results
 from retime.recipes.core.build import build_batches, build_model, build_optimizer, loss_of
 from retime.recipes.core.measure import PhaseClock, interleave, middle_step
 from retime.recipes.core.recipe import Measured, Recipe, Tick
@@ -137,7 +137,7 @@ def steps_for(settings: RecurrentSettings, sequence_length: int) -> int:
 
 def ratio(point: Point, variant: str, phase: str) -> Spread | None:
     """How many times faster a variant's phase is than torch.nn's; None if one was not measured."""
-    return of_points.ratio(point, BASELINE, variant, phase)
+    return results.ratio(point, BASELINE, variant, phase)
 
 
 def scans(point: Point) -> list[str]:

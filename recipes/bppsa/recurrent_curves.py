@@ -32,10 +32,8 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build
 from retime.recipes.core.claims import Claim, Comparison, amount
 from retime.recipes.core.measure import interleave, middle_step
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result, phase_rows
-from retime.recipes.core.tables import label_of
+from retime.recipes.core.results import Point, Result, label_of, phase_rows, titled
 from retime.recipes.data import ArrayData
 
 MOST_POINTS = 500

@@ -23,10 +23,8 @@ from retime.recipes.bppsa.recurrent import (
 from retime.recipes.bppsa.settings import RecurrentSettings
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, show
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result
-from retime.recipes.core.tables import label_of
+from retime.recipes.core.results import Point, Result, label_of, titled
 
 
 class Scaling(Recurrent):

@@ -20,12 +20,10 @@ from retime.modules import convert
 from retime.recipes.bppsa.recurrent import BASELINE, OURS, Recurrent, label, ratio
 from retime.recipes.bppsa.settings import RecurrentSettings
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Comparison, Target
+from retime.recipes.core.claims import Comparison, Target, paper
 from retime.recipes.core.measure import PhaseClock, interleave, middle_step
-from retime.recipes.core.of_points import titled
-from retime.recipes.core.published import paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row, phase_rows
+from retime.recipes.core.results import Point, Result, Row, phase_rows, titled
 from retime.recipes.models.recurrent import CELLS
 
 PLAIN_MS, SCAN_MS, RATIO = "torch.nn", "scan, auto", "speed"

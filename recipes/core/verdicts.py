@@ -7,10 +7,8 @@ from itertools import combinations
 from math import inf
 
 from retime.foundations.measure import Spread, speedup, spread
-from retime.recipes.core.claims import Claim, Comparison, Target
-from retime.recipes.core.published import Check, Paper, Published, Reading, as_claim
-from retime.recipes.core.results import Point, Result
-from retime.recipes.core.tables import label_of
+from retime.recipes.core.claims import Check, Claim, Comparison, Paper, Published, Reading, Target, as_claim
+from retime.recipes.core.results import Point, Result, label_of
 
 EXACT = 1e-9
 """Rounding of numbers that are written with few digits."""

@@ -17,12 +17,10 @@ from retime.foundations.measure import Spread, speedup, spread
 from retime.foundations.workers import Worker, closing
 from retime.recipes.core import charts
 from retime.recipes.core.build import saved_batch
-from retime.recipes.core.claims import Comparison, Target
+from retime.recipes.core.claims import Comparison, Target, target_of
 from retime.recipes.core.measure import interleave
-from retime.recipes.core.of_points import titled
-from retime.recipes.core.published import target_of
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, POOL, environment_of, environments_of
 from retime.recipes.cpu_memory.settings import AllocatorSettings
 from retime.recipes.cpu_memory.worker import Server

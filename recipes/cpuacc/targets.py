@@ -14,11 +14,9 @@ from typing import Any
 
 from retime.foundations.measure import speedup, spread
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Comparison
-from retime.recipes.core.of_points import titled
-from retime.recipes.core.published import claim_of, target_of
+from retime.recipes.core.claims import Comparison, claim_of, target_of
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES, serve
 from retime.recipes.emulated import loopback, run_ranks

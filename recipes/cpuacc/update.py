@@ -12,9 +12,8 @@ from typing import Any
 from retime.foundations.measure import speedup, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import OnRanks, ask, cores, place, target
 from retime.recipes.cpuacc.worker import GROWN, STATE, STEP

@@ -12,8 +12,7 @@ import numpy as np
 from retime.foundations.measure import Spread, speedup, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, amount
-from retime.recipes.core.of_points import ratio, titled
-from retime.recipes.core.results import Point, Result
+from retime.recipes.core.results import Point, Result, ratio, titled
 from retime.recipes.fusion import claims
 from retime.recipes.fusion.fit import SpeedupFit, fit_speedup
 from retime.recipes.fusion.settings import FusionSettings

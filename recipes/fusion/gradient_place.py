@@ -19,9 +19,8 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import show
 from retime.recipes.core.measure import PhaseClock, interleave, middle_step
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.fusion.settings import FusionSettings
 from retime.recipes.fusion.variants import VARIANTS, BareLoop
 

@@ -13,9 +13,8 @@ from retime.foundations.measure import spread
 from retime.foundations.workers import answer_once
 from retime.recipes.core import charts
 from retime.recipes.core.claims import amount
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Result, Row
+from retime.recipes.core.results import Result, Row, titled
 from retime.recipes.fusion.memory_worker import serve
 from retime.recipes.fusion.settings import FusionSettings
 from retime.recipes.fusion.step_times import label

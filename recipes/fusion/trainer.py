@@ -19,12 +19,10 @@ from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Answer
 from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
-from retime.recipes.core.claims import Comparison, Target, show
+from retime.recipes.core.claims import Comparison, Target, paper, show
 from retime.recipes.core.measure import interleave
-from retime.recipes.core.of_points import ratio, titled
-from retime.recipes.core.published import paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, ratio, titled
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.emulated import loopback, run_ranks
 from retime.recipes.fusion.claims import PAPER

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from retime.recipes.core.published import claim_of, target_of
+from retime.recipes.core.claims import claim_of, target_of
 
 claim = partial(claim_of, "modnn")
 target = partial(target_of, "modnn")

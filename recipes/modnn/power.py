@@ -9,9 +9,8 @@ from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Worker
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.energy_meter import NoMeterError, Watch, find_meter
 from retime.recipes.modnn.over_networks import NetworkRecipe

@@ -16,9 +16,8 @@ from retime.foundations.workers import Worker, WorkerError, closing
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import interleave
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.over_networks import NetworkRecipe
 from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ON_HOST, ONCE, ONE, PLANNING, WHOLE, Rank

@@ -12,9 +12,8 @@ from typing import Any
 from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, amount
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result
+from retime.recipes.core.results import Point, Result, titled
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.report import (
     POOL,

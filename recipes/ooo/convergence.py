@@ -6,9 +6,8 @@ from typing import Any
 from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.cluster import OnRanks
 from retime.recipes.ooo.settings import OutOfOrderSettings

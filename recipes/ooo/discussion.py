@@ -8,9 +8,8 @@ from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.build import build
 from retime.recipes.core.claims import Comparison, amount
-from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.recipe import Measured, SimulatedRecipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.simulated import SimulatedRecipe
 from retime.recipes.ooo import claims
 from retime.recipes.ooo.clusters import SETTINGS, Setting
 from retime.recipes.ooo.model_costs import calibrated, compute_ms, count, layer_costs

@@ -12,9 +12,8 @@ from typing import Any
 from retime.foundations.measure import Spread, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, show
-from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result
+from retime.recipes.core.results import Point, Result, ratio, titled
 from retime.recipes.ooo.claims import claim
 from retime.recipes.ooo.cluster import OnRanks, best_of_ours, bound_ms, bound_notes
 from retime.recipes.ooo.settings import OutOfOrderSettings

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from retime.recipes.core import charts
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Result, Row
+from retime.recipes.core.results import Result, Row, titled
 from retime.recipes.ooo.pipeline_scaling import STEP, case_of
 from retime.recipes.ooo.settings import PaperPipelineSettings
 from retime.schedules import Schedule, Task

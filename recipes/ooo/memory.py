@@ -6,9 +6,8 @@ from typing import Any
 from retime.foundations.measure import Spread, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result
+from retime.recipes.core.results import Point, Result, titled
 from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.claims import claim
 from retime.recipes.ooo.cluster import FIRST_PEAK, MIB, PEAK, OnRanks

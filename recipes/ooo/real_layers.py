@@ -9,9 +9,8 @@ from typing import Any
 from retime.foundations.measure import speedup, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result
+from retime.recipes.core.results import Point, Result, titled
 from retime.recipes.emulated import loopback, run_ranks
 from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.claims import target

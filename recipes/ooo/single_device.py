@@ -42,9 +42,8 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
 from retime.recipes.core.measure import interleave
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.core.trainer_loop import Run, train
 from retime.recipes.core.verdicts import inside
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of

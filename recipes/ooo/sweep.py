@@ -9,9 +9,8 @@ from typing import Any
 from retime.foundations.measure import Spread, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result
+from retime.recipes.core.results import Point, Result, ratio, titled
 from retime.recipes.ooo.claims import target
 from retime.recipes.ooo.cluster import OnRanks, bound_ms, bound_notes, strongest_peer
 from retime.recipes.ooo.settings import OutOfOrderSettings

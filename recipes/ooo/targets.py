@@ -6,11 +6,9 @@ from typing import Any
 
 from retime.foundations.measure import spread
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.of_points import ratio, titled
-from retime.recipes.core.published import paper
+from retime.recipes.core.claims import Comparison, Target, paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result
+from retime.recipes.core.results import Point, Result, ratio, titled
 from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.claims import target
 from retime.recipes.ooo.cluster import (

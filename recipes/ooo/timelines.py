@@ -6,9 +6,8 @@ from typing import Any
 
 from retime.foundations.measure import spread
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.recipe import Measured, SimulatedRecipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.simulated import SimulatedRecipe
 from retime.recipes.ooo import claims
 from retime.recipes.ooo.settings import SimulatedSettings
 from retime.schedules import (

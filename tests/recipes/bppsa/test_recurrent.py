@@ -22,7 +22,7 @@ from retime.recipes.bppsa.recurrent_curves import Curves, InstrumentCurves, Shuf
 from retime.recipes.bppsa.recurrent_sensitivity import Instruments, Scaling, over_batch, over_length
 from retime.recipes.bppsa.recurrent_targets import Targets, worst_of
 from retime.recipes.bppsa.settings import RecurrentSettings
-from retime.recipes.core.published import paper
+from retime.recipes.core.claims import paper
 from retime.recipes.core.results import Point, load
 from retime.recipes.core.schema import Hardware
 from retime.recipes.data import bitstreams, synthetic_irmas
