@@ -14,10 +14,8 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.modnn import claims
 from retime.recipes.modnn.networks import in_place, network_of, separate_gradients, weight_gradients_pass
-from retime.recipes.modnn.over_networks import NetworkRecipe
-from retime.recipes.modnn.settings import MemorySettings
+from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim
 from retime.schedules.budget import BlockKind
 from retime.schedules.modnn import all_blocks_bytes, lower_bound, lower_bound_offloading_weights
 
@@ -70,19 +68,19 @@ class Floors(NetworkRecipe):
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for published, ours, torchs in (
-            (claims.claim("reduction"), (IDEAL, EQ_7), (PEAK, FLOOR)),
-            (claims.claim("reduction-weights"), (IDEAL, NO_WEIGHTS), (PEAK, NO_WEIGHTS)),
+            (claim("reduction"), (IDEAL, EQ_7), (PEAK, FLOOR)),
+            (claim("reduction-weights"), (IDEAL, NO_WEIGHTS), (PEAK, NO_WEIGHTS)),
         ):
             for names, what in ((ours, "counted as the paper"), (torchs, f"{torchs[0]} over {torchs[1]}")):
                 ratios = [_ratio(point, *names) for point in result.points]
                 remark = f"{what}; geometric mean {amount(geometric_mean(ratios), 'x')}"
                 lines.append(Comparison(published, spread([fmean(ratios)]), remark))
         deep = [point for point in result.points if point.at["network"] == "VGG-101"]
-        for published, name in ((claims.claim("vgg-101-ideal"), IDEAL), (claims.claim("vgg-101-floor"), EQ_7)):
+        for published, name in ((claim("vgg-101-ideal"), IDEAL), (claim("vgg-101-floor"), EQ_7)):
             lines += [
                 Comparison(published, spread(point.values(name, MEMORY)), "counted as the paper") for point in deep
             ]
-        for published, least_gb in ((claims.claim("above-12-gb"), 12.0), (claims.claim("above-24-gb"), 24.0)):
+        for published, least_gb in ((claim("above-12-gb"), 12.0), (claim("above-24-gb"), 24.0)):
             for name in (IDEAL, PEAK):
                 above = [p.at["network"] for p in result.points if p.values(name, MEMORY)[0] > least_gb]
                 lines.append(Comparison(published, spread([len(above)]), f"{name}: {', '.join(above)}"))

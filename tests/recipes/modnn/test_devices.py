@@ -7,8 +7,18 @@ import pytest
 
 from retime.recipes import __main__ as command
 from retime.recipes.core.results import Point, Result, Row, load
-from retime.recipes.modnn.accumulation import Gradient, Host, gradients, naive_ms, overlapped_ms
-from retime.recipes.modnn.four_devices import FOUR_IDEAL, NAIVE, ONE, FourDevices, overlapped
+from retime.recipes.modnn.four_devices import (
+    FOUR_IDEAL,
+    NAIVE,
+    ONE,
+    FourDevices,
+    Gradient,
+    Host,
+    gradients,
+    naive_ms,
+    overlapped,
+    overlapped_ms,
+)
 from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.simulated import BATCH, IDEAL
 from retime.schedules.budget import Block, BlockKind, GraphTask, Phase, TaskGraph

@@ -10,11 +10,9 @@ import pytest
 from retime.recipes import __main__ as command
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware
-from retime.recipes.modnn import claims
 from retime.recipes.modnn import power as modnn_power
-from retime.recipes.modnn.energy_meter import EnergyMeter
-from retime.recipes.modnn.power import ENERGY, MEAN, MOST, NO_METER, Power
-from retime.recipes.modnn.settings import MemorySettings
+from retime.recipes.modnn.power import ENERGY, MEAN, MOST, NO_METER, EnergyMeter, Power
+from retime.recipes.modnn.settings import MemorySettings, claim
 from retime.recipes.modnn.side_by_side import BUDGET, STEP, UNLIMITED
 
 
@@ -73,7 +71,7 @@ def test_power_and_energy_over_unlimited(tmp_path: Path) -> None:
     ]
     point = Point({"network": "net"}, {}, rows, {"meter": "made up", "ideal peak MiB": 10.0})
     (line,) = Power().compare(result(point))
-    assert line.against == claims.claim("figure-15")
+    assert line.against == claim("figure-15")
     assert line.measured is not None
     assert line.measured.rounds == pytest.approx([10.0, 10.0])
     Power().draw(result(point), tmp_path / "result.png")
