@@ -15,9 +15,9 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, paper
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
-from retime.recipes.cpuacc.layer_times import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE
 from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import OnRanks, ask, cores, place
+from retime.recipes.cpuacc.worker import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE
 
 ALL, ALONE = "all layers", "backward alone"
 COLUMNS = {BRING: "GPU-to-CPU copy", ADD: "accumulation on CPUs", TAKE: "CPU-to-GPU copy"}

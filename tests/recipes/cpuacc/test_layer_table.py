@@ -11,7 +11,7 @@ from retime.mechanisms.cpu_accumulation import SumTimes, TimedSum
 from retime.recipes.core.results import Point, Row
 from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpuacc.layer_table import ALL, ALONE, LayerTable, exposure, published
-from retime.recipes.cpuacc.layer_times import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE, WAIT, of_pass
+from retime.recipes.cpuacc.worker import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE, WAIT, of_pass
 
 SMALL = [
     "experiment=cpuacc_table4",

@@ -9,18 +9,10 @@ from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.recipes.core.schema import register_all, settings_of
+from retime.recipes.cpuacc.figures import DIFFERENCE, FROM_ORDER, FROM_REPEAT, RIGHT, SECONDS_TO, STEPS_TO, Trainings
 from retime.recipes.cpuacc.naive import NAIVE
 from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import claim, target
-from retime.recipes.cpuacc.training import (
-    DIFFERENCE,
-    FROM_ORDER,
-    FROM_REPEAT,
-    RIGHT,
-    SECONDS_TO,
-    STEPS_TO,
-    Trainings,
-)
 
 SMALL = [
     "experiment=cpuacc_training",

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import register_all, settings_of
+from retime.recipes.cpuacc.memory import GROWN, STATE, STEP, ZERO, Updates
 from retime.recipes.cpuacc.targets import target
-from retime.recipes.cpuacc.update import GROWN, STATE, STEP, ZERO, Updates
 
 SMALL = ["experiment=cpuacc_update", "rounds=1", "steps=2", "rank_counts=[2]", "cases.VGG-16.model.width=0.125"]
 
