@@ -25,9 +25,8 @@ from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, ratio, titled
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.emulated import loopback, run_ranks
-from retime.recipes.fusion.claims import PAPER
+from retime.recipes.fusion.figures import PAPER, StepTimes, label, strongest_peer
 from retime.recipes.fusion.settings import FusionSettings
-from retime.recipes.fusion.step_times import StepTimes, label, strongest_peer
 from retime.recipes.fusion.variants import VARIANTS
 from retime.recipes.models import parameter_count
 
