@@ -9,18 +9,22 @@ import torch
 from torch import nn
 
 from retime.recipes import __main__ as command
-from retime.recipes.bppsa import convolutional_flops as flops
 from retime.recipes.bppsa.convolutional import (
+    DENSE,
     MOVED,
     PLAIN,
+    SCAN,
+    SPARSE,
     Convergence,
+    PrunedFlops,
     differences,
     first_difference,
+    jacobians,
+    operator_flop,
     scan_name,
     scans,
     variants,
 )
-from retime.recipes.bppsa.convolutional_flops import DENSE, SCAN, SPARSE, jacobians, operator_flop
 from retime.recipes.bppsa.convolutional_jacobians import (
     ALL,
     AUTOGRAD,
@@ -150,7 +154,7 @@ def test_figure_10(run: Command, tmp_path: Path) -> None:
 
 def test_figure_10_refuses_an_unknown_case() -> None:
     with pytest.raises(ValueError, match=r"cases\.mine=.*pruning is one of class_blind, class_uniform"):
-        flops.PrunedFlops().points(ConvolutionalSettings(cases={"mine": {"pruning": "random", "zeros": "guaranteed"}}))
+        PrunedFlops().points(ConvolutionalSettings(cases={"mine": {"pruning": "random", "zeros": "guaranteed"}}))
 
 
 def test_operators_of_back_propagation_are_counted_as_published() -> None:

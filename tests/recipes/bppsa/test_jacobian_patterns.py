@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.mechanisms.scan import CsrPattern, transposed_jacobian
-from retime.recipes.bppsa import jacobian_patterns
-from retime.recipes.bppsa.jacobian_patterns import NON_ZERO, OTHERS, PLACES, STORED, Patterns
+from retime.recipes.bppsa import convolutional_jacobians
+from retime.recipes.bppsa.convolutional_jacobians import NON_ZERO, OTHERS, PLACES, STORED, Patterns
 from retime.recipes.core.results import Result
 from retime.recipes.core.schema import register_all, settings_of
 
@@ -42,6 +42,6 @@ def test_a_place_too_many_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
         outputs, found = transposed_jacobian(layer, inputs)
         return outputs, SimpleNamespace(pattern=CsrPattern.full(found.pattern.rows, found.pattern.columns))
 
-    monkeypatch.setattr(jacobian_patterns, "transposed_jacobian", full)
+    monkeypatch.setattr(convolutional_jacobians, "transposed_jacobian", full)
     (point,) = run(tmp_path, "operators=[relu]", "rounds=8").points
     assert point.facts[OTHERS] == 32 * 32 - 32

@@ -8,20 +8,29 @@ import torch
 from rich.console import Console
 
 from retime.recipes import __main__ as command
-from retime.recipes.bppsa import claims
 from retime.recipes.bppsa.recurrent import (
     BASELINE,
     RAN,
+    Targets,
     TrainingLoop,
     gradient_differences,
     label,
     solver_taken,
     steps_for,
+    worst_of,
 )
-from retime.recipes.bppsa.recurrent_curves import Curves, InstrumentCurves, Shuffled, smoothed, thinned
-from retime.recipes.bppsa.recurrent_sensitivity import Instruments, Scaling, over_batch, over_length
-from retime.recipes.bppsa.recurrent_targets import Targets, worst_of
-from retime.recipes.bppsa.settings import RecurrentSettings
+from retime.recipes.bppsa.recurrent_figures import (
+    Curves,
+    InstrumentCurves,
+    Instruments,
+    Scaling,
+    Shuffled,
+    over_batch,
+    over_length,
+    smoothed,
+    thinned,
+)
+from retime.recipes.bppsa.settings import RecurrentSettings, of_epochs
 from retime.recipes.core.claims import paper
 from retime.recipes.core.results import Point, load
 from retime.recipes.core.schema import Hardware
@@ -122,15 +131,15 @@ def test_long_sequences_have_short_blocks():
 
 
 def test_the_papers_tables_say_what_its_text_says():
-    longest = claims.of_epochs("Table 4", "RNN, T=1000, B=16")
+    longest = of_epochs("Table 4", "RNN, T=1000, B=16")
     assert longest["step"].value == pytest.approx(1.82, abs=0.01)
     assert longest["backward"].value == pytest.approx(8.0, abs=0.1)
-    assert claims.of_epochs("Table 5", "RNN, T=1000, B=16")["step"].value == longest["step"].value
-    prepared = claims.of_epochs("Table 6", "GRU, L, B=16")["backward"].value
+    assert of_epochs("Table 5", "RNN, T=1000, B=16")["step"].value == longest["step"].value
+    prepared = of_epochs("Table 6", "GRU, L, B=16")["backward"].value
     assert prepared == pytest.approx((11.43 - 5.78) / (6.91 - 6.06))
-    gains = [claims.of_epochs("Table 4", what)["backward"].value for what in paper("bppsa").tables["Table 4"]]
+    gains = [of_epochs("Table 4", what)["backward"].value for what in paper("bppsa").tables["Table 4"]]
     assert max(gains) == pytest.approx(52.8, abs=0.1)
-    assert claims.of_epochs("Table 4", "RNN, T=1, B=16") == {}
+    assert of_epochs("Table 4", "RNN, T=1, B=16") == {}
 
 
 # --- recipes
