@@ -38,6 +38,8 @@ _ALLOCATOR_VARIABLES = (
 _PACKAGES = ("torch", "lightning", "lightning-retime", "numpy", "transformers")
 CHANGED = "+changes"
 """What a commit ends in if the working tree had changes that were not committed, of recorded results apart."""
+CURRENT, LOST, UNKNOWN = "current", "commit not in the history", "age unknown"
+"""Ages."""
 
 
 def provenance() -> Provenance:
@@ -75,19 +77,11 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """The commit of the checkout these recipes run from, with `CHANGED` if it is not clean; None outside one."""
-    here = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        if not git("ls-files", Path(__file__).name):
-            return None  # installed into a folder that happens to lie in somebody else's repository
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", ":(top,exclude)results")
-        return git("rev-parse", "--short=12", "HEAD") + (CHANGED if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    if not _git("ls-files", Path(__file__).name):
+        return None  # installed into a folder that happens to lie in somebody else's repository
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", ":(top,exclude)results")
+    head = _git("rev-parse", "--short=12", "HEAD")
+    return None if changes is None or head is None else head + (CHANGED if changes else "")
 
 
 def _processor() -> str:
@@ -98,9 +92,6 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or "unknown"
-
-
-CURRENT, LOST, UNKNOWN = "current", "commit not in the history", "age unknown"
 
 
 def commits(result: Result) -> list[str]:
