@@ -106,7 +106,7 @@ class Generation(Recipe[ConvolutionalSettings]):
         names = [VALUES, ALL, NUMERICAL, AUTOGRAD]
         for index, name in enumerate(names):
             places = [position + 0.2 * (index - 1.5) for position in range(len(result.points))]
-            heights = [spread(point.values(name, "step")).median for point in result.points]
+            heights = [point.median(name, "step") for point in result.points]
             axes.bar(places, heights, 0.19, color=charts.COLOURS[index], label=name)
         axes.set_yscale("log")
         labels = [f"{p.at['operator']}\nsparsity {p.facts['sparsity']:.5f}" for p in result.points]

@@ -171,7 +171,7 @@ def solver_taken(network: nn.Module, batch: Batch) -> str:
 
 def best_scan(point: Point, phase: str = "step") -> str | None:
     """The variant with the fastest phase."""
-    return min(scans(point), key=lambda name: spread(point.values(name, phase)).median, default=None)
+    return point.fastest(scans(point), phase)
 
 
 def bound(point: Point) -> Spread | None:

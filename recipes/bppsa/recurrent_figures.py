@@ -423,12 +423,12 @@ def draw_breakdown(axes: Any, points: list[Point], names: list[str], published: 
         if row:
             text = f"the paper's step ({TABLES_OF})" if not number else None
             axes.plot(number + 0.2, 1 / row["step"].value, "ko", markerfacecolor="none", label=text)
-        whole = spread(point.values(BASELINE, "step")).median
+        whole = point.median(BASELINE, "step")
         ours = best_scan(point)
         for shift, name in ((-0.2, BASELINE), (0.2, ours)):
             bottom = 0.0
             for colour, phase in zip(charts.COLOURS, PHASES, strict=False):
-                height = spread(point.values(name, phase)).median / whole if name else 0.0
+                height = point.median(name, phase) / whole if name else 0.0
                 text = phase if not number and name == BASELINE else None
                 axes.bar(
                     number + shift, height, 0.36, bottom=bottom, color=colour, label=text, alpha=1 if shift < 0 else 0.7

@@ -76,9 +76,17 @@ class Point:
     def has(self, variant: str, quantity: str) -> bool:
         return any(row.variant == variant and row.quantity == quantity for row in self.rows)
 
+    def median(self, variant: str, quantity: str) -> float:
+        """The median round of one quantity of one variant."""
+        return spread(self.values(variant, quantity)).median
+
     def variants(self, quantity: str) -> list[str]:
         """The variants measured for one quantity, in the order they were measured."""
         return [row.variant for row in self.rows if row.quantity == quantity]
+
+    def fastest(self, variants: Iterable[str], quantity: str) -> str | None:
+        """The one of these variants with the smallest median of a time; None if there are none."""
+        return min(variants, key=lambda variant: self.median(variant, quantity), default=None)
 
 
 @dataclass

@@ -195,7 +195,7 @@ def _from_point(how: Reading, point: Point) -> Spread | None:
 
 def _place(how: Reading, point: Point) -> float:
     if how.over_row:
-        return spread(point.values(how.over_row[0], how.over_row[1])).median
+        return point.median(how.over_row[0], how.over_row[1])
     if not how.over:
         return 0.0
     place = point.at.get(how.over, point.facts.get(how.over))

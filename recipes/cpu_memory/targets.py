@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from retime.foundations.measure import Spread, speedup, spread
+from retime.foundations.measure import Spread, speedup
 from retime.foundations.workers import Worker, closing
 from retime.recipes.core import charts
 from retime.recipes.core.build import saved_batch
@@ -110,7 +110,7 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
 def best_of(point: Point) -> str | None:
     """The plain step's fastest allocator that is not ours."""
     peers = [name for name in point.variants(STEP) if not _is_ours(name)]
-    return min(peers, key=lambda name: spread(point.values(name, STEP)).median, default=None)
+    return point.fastest(peers, STEP)
 
 
 def _is_ours(label: str) -> bool:

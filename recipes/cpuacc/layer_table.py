@@ -119,9 +119,9 @@ class LayerTable(OnRanks):
 def exposure(point: Point) -> str:
     """What the point says of the paper's claim that a step waits for the last layer's sum only."""
     labels = _layers(point)
-    left = [label for label in labels if spread(point.values(label, EXPOSED)).median > 0]
+    left = [label for label in labels if point.median(label, EXPOSED) > 0]
     verdict = "no more than the paper's last layer" if left in ([], labels[-1:]) else "more than the paper's last layer"
-    work, whole = spread(_work(point)).median, spread(point.values(ALL, EXPOSED)).median
+    work, whole = spread(_work(point)).median, point.median(ALL, EXPOSED)
     return (
         f"bringing, adding up and taking back took {work:.2f} ms; exposed were {whole:.2f} ms with waits, of "
         f"{', '.join(left) or 'no layer'}: {verdict}"

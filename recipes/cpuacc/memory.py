@@ -87,7 +87,7 @@ class Memory(OnRanks):
 
 def image_mib(few: Point, many: Point, label: str) -> float:
     """What an image more takes."""
-    more = spread(many.values(label, GROWN)).median - spread(few.values(label, GROWN)).median
+    more = many.median(label, GROWN) - few.median(label, GROWN)
     return more / float(many.at["images"] - few.at["images"])
 
 

@@ -71,11 +71,9 @@ class Targets(CaseRecipe[AccumulationSettings]):
             if "case" not in point.at:
                 lines.append(f"- {point.at['ranks']} ranks, {point.at['MiB']} MiB: {point.facts['how']}")
                 continue
-            alone = spread(point.values(ALONE, STEP)).median
+            alone = point.median(ALONE, STEP)
             exposed = ", ".join(
-                f"{label} {spread(point.values(label, STEP)).median - alone:.0f}"
-                for label in point.variants(STEP)
-                if label != ALONE
+                f"{label} {point.median(label, STEP) - alone:.0f}" for label in point.variants(STEP) if label != ALONE
             )
             same = ", ".join(point.facts["the same final weights"])
             lines.append(f"- {point.at['case']}: exposed communication in ms: {exposed}; same final weights: {same}")
@@ -143,12 +141,12 @@ def cores() -> int:
 def best_of(point: Point, beginning: str, quantity: str) -> str | None:
     """The fastest of the variants whose labels begin like this."""
     names = [name for name in point.variants(quantity) if name.startswith(beginning)]
-    return min(names, key=lambda name: spread(point.values(name, quantity)).median, default=None)
+    return point.fastest(names, quantity)
 
 
 def _of_sum(point: Point) -> list[Comparison]:
     where = f"{point.at['ranks']} ranks, {point.at['MiB']} MiB"
-    peer = min((GLOO, PIECES), key=lambda name: spread(point.values(name, SUM)).median)
+    peer = min((GLOO, PIECES), key=lambda name: point.median(name, SUM))
     host = point.values(HOST, SUM)
     same = float(point.facts["same bits"])
     return [

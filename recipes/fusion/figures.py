@@ -147,7 +147,7 @@ class StepTimes(Recipe[FusionSettings]):
 def strongest_peer(point: Point) -> str | None:
     """The fastest of the ways torch offers today."""
     peers = [name for name in point.variants("step") if name in VARIANTS and VARIANTS[name].peer]
-    return min(peers, key=lambda name: spread(point.values(name, "step")).median, default=None)
+    return point.fastest(peers, "step")
 
 
 def like_the_paper(point: Point, mode: str) -> str:
@@ -190,7 +190,7 @@ class Breakdown(StepTimes):
         (point,) = result.points
         drawing, axes = charts.figure(titled(result), height=4.8)
         names = point.variants("step")
-        bars = {label(name): {p: spread(point.values(name, p)).median for p in PHASES} for name in names}
+        bars = {label(name): {p: point.median(name, p) for p in PHASES} for name in names}
         totals = {label(name): spread(point.values(name, "step")) for name in names}
         charts.stacked_bars(axes, bars, "one training step (ms)", totals)
         charts.save(drawing, path)
@@ -399,7 +399,7 @@ def fitted(points: list[Point]) -> SpeedupFit | None:
         return None
 
     def medians(name: str) -> list[float]:
-        return [spread(point.values(name, "step")).median for point in points]
+        return [point.median(name, "step") for point in points]
 
     return fit_speedup(sizes, medians("baseline"), {name: medians(name) for name in compared(points)})
 

@@ -69,7 +69,7 @@ class PeakMemory(Recipe[FusionSettings]):
         biggest = max(result.points, key=lambda point: int(point.facts["parameters"]))
         weights = 4 * biggest.facts["parameters"] / MIB
         for name in biggest.variants(LATER):
-            peak = spread(biggest.values(name, LATER)).median
+            peak = biggest.median(name, LATER)
             lines.append(
                 f"- {label(name)}: {amount(peak / weights, 'x')} the bytes of the weights at the largest model"
             )

@@ -25,14 +25,13 @@ from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, ratio, titled
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.emulated import loopback, run_ranks
-from retime.recipes.fusion.figures import PAPER, StepTimes, label, strongest_peer
+from retime.recipes.fusion.figures import MODES, PAPER, StepTimes, label, strongest_peer
 from retime.recipes.fusion.settings import FusionSettings
-from retime.recipes.fusion.variants import VARIANTS
+from retime.recipes.fusion.variants import VARIANTS, BareLoop
 from retime.recipes.models import parameter_count
 
 MIB = 2**20
 WARMUP_STEPS = 3
-MODES = ("forward", "backward")
 FIRST_GRADIENTS, GRADIENTS = "gradients alive, first step", "gradients alive, later"
 
 
@@ -265,8 +264,6 @@ def largest_layer_bytes(model: nn.Module) -> int:
 
 def largest_bucket_bytes(model: nn.Module, optimizer: dict[str, Any], batches: list[Batch]) -> int:
     """The largest bucket that backward fusion really updated at once, in a bare loop of a few steps."""
-    from retime.recipes.fusion.variants import BareLoop
-
     loop = BareLoop(VARIANTS["retime_backward"], copy.deepcopy(model).to(batches[0][0].device), batches[0], optimizer)
     for _ in range(3):
         loop.step()

@@ -310,7 +310,7 @@ def fastest_plain(point: Point) -> str | None:
     """The step without a budget with whatever allocator serves it best, the pool of our own included."""
     others = (GIVING_BACK, IN_SUB_BATCHES.format(""), BY_HAND.format(""))
     plain = [name for name in point.variants(STEP) if name.startswith(UNLIMITED) and not name.startswith(others)]
-    return min(plain, key=lambda name: spread(point.values(name, STEP)).median, default=None)
+    return point.fastest(plain, STEP)
 
 
 def best_peer(point: Point, name: str) -> str | None:
@@ -325,7 +325,7 @@ def best_peer(point: Point, name: str) -> str | None:
         if (peer in ours or peer.startswith(others) or peer in point.facts.get("rules", {}))
         and point.values(peer, MEASURED)[0] <= point.values(name, BUDGET)[0]
     ]
-    return min(peers, key=lambda peer: spread(point.values(peer, STEP)).median, default=None)
+    return point.fastest(peers, STEP)
 
 
 def over_best_peers(point: Point) -> Iterator[Comparison]:
