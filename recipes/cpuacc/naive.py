@@ -18,8 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.torch_private.distributed import GradBucket
 
-__all__ = ["NAIVE", "ONE_BUCKET_MB", "RANK_ORDERED", "NaiveDDP", "RankOrderedDDP", "RootUpdate", "rank_ordered"]
-
 NAIVE = "naive"
 ONE_BUCKET_MB = 2**20
 """`bucket_cap_mb` with which one bucket takes all gradients, so that none leaves before the last one is there."""
@@ -88,6 +86,16 @@ class NaiveDDP(DDPStrategy):
         return loss
 
 
+def sum_in_order(values: Tensor) -> Tensor:
+    """What all ranks give, added up one rank after the other."""
+    every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, values)
+    whole = every[0]
+    for other in every[1:]:
+        whole.add_(other)
+    return whole
+
+
 def rank_ordered(state: Any, bucket: GradBucket) -> Future[Tensor]:
     """A communication hook: each rank's gradients over the number of ranks, added up one rank after the other.
 
@@ -95,12 +103,7 @@ def rank_ordered(state: Any, bucket: GradBucket) -> Future[Tensor]:
     has the bits of DDP's own.
     """
     values = bucket.buffer()
-    values.div_(dist.get_world_size())
-    every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, values)
-    values.copy_(every[0])
-    for other in every[1:]:
-        values.add_(other)
+    values.copy_(sum_in_order(values.div_(dist.get_world_size())))
     done: Future[Tensor] = Future()
     done.set_result(values)
     return done

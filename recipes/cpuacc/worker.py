@@ -27,7 +27,7 @@ from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, Tim
 from retime.recipes.core.build import CPU, build, build_batches, build_model, loss_of
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch, Run, Training, step_phases, train
-from retime.recipes.cpuacc.naive import RANK_ORDERED
+from retime.recipes.cpuacc.naive import RANK_ORDERED, sum_in_order
 from retime.recipes.emulated.rank import joined, tell
 from retime.recipes.ooo.fits import gradient_bytes
 
@@ -222,11 +222,7 @@ def sums(request: dict[str, Any]) -> dict[str, Any]:
 
 def _repeats(reducer: HostReducer, given: Tensor, repeats: int) -> bool:
     """Whether so many sums have the bits of adding up in the order of the ranks."""
-    every = [torch.empty_like(given) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, given)
-    expected = every[0]
-    for other in every[1:]:
-        expected.add_(other)
+    expected = sum_in_order(given)
     for _ in range(repeats):
         values = given.clone()
         reducer.start(0, values).wait()
@@ -238,9 +234,7 @@ def _repeats(reducer: HostReducer, given: Tensor, repeats: int) -> bool:
 def fits(request: dict[str, Any]) -> dict[str, Any]:
     """Median steps of fits under each strategy, interleaved, and of one rank alone; digests of the final weights."""
     model = build_model(request["model"], CPU, request["seed"])
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    steps = WARMUP_STEPS + 1 + request["steps"]
-    batches = build_batches(request["data"], request["batch_size"], steps * ranks)[rank::ranks]
+    batches = _batches(request, WARMUP_STEPS + 1 + request["steps"])
     weights: dict[str, str] = {}
 
     def block(label: str) -> float:
@@ -252,7 +246,7 @@ def fits(request: dict[str, Any]) -> dict[str, Any]:
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
     phases = {
         label: step_phases(partial(_fit, model, batches, request["optimizer"], strategy), WARMUP_STEPS)
-        for label, strategy in (request["variants"].items() if ranks > 1 else ())
+        for label, strategy in (request["variants"].items() if dist.get_world_size() > 1 else ())
     }
     return {"ms": times, "weights": weights, "gradient_bytes": gradient_bytes(model), "phases": phases}
 
@@ -263,12 +257,11 @@ def outputs(request: dict[str, Any]) -> dict[str, Any]:
     Those are the first strategy's, and torch's own sums in the order of the ranks. With the first seed each strategy
     trains twice.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     (held_out,) = build_batches(request["held_out"], request["held_out_size"], 1)
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in request["variants"]}
     for seed in range(request["seed"], request["seed"] + request["rounds"]):
         model = build_model(request["model"], CPU, seed)
-        batches = build_batches(request["data"], request["batch_size"], request["steps"] * ranks)[rank::ranks]
+        batches = _batches(request, request["steps"])
 
         def fit(strategy: dict[str, Any], model: nn.Module = model, batches: list[Batch] = batches) -> CheckedOutputs:
             checks = CheckedOutputs(request["check_every"], held_out)
@@ -296,8 +289,7 @@ def _apart(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
 
 def layers(request: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of each layer's backward pass and of the parts of its sum beside it; of a backward pass alone."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    batch = build_batches(request["data"], request["batch_size"], ranks)[rank]
+    (batch,) = _batches(request, 1)
     network = LayerTimes(build_model(request["model"], CPU, request["seed"]), batch)
     alone: list[float] = []
     beside: dict[str, list[list[float]]] = {quantity: [] for quantity in QUANTITIES}
@@ -315,8 +307,7 @@ def layers(request: dict[str, Any]) -> dict[str, Any]:
 
 def resident(request: dict[str, Any]) -> dict[str, Any]:
     """Bytes by which this process grew, at its peak, in a fit; for a process that has run nothing before."""
-    ranks = dist.get_world_size()
-    batches = build_batches(request["data"], request["batch_size"], request["steps"] * ranks)[dist.get_rank() :: ranks]
+    batches = _batches(request, request["steps"])
     before = status_bytes("VmRSS")
     model = build_model(request["model"], CPU, request["seed"])
     probe = MemoryProbe(CPU)
@@ -328,15 +319,19 @@ def resident(request: dict[str, Any]) -> dict[str, Any]:
 
 def held(request: dict[str, Any]) -> dict[str, Any]:
     """Bytes of state and of memory of this rank in a fit, and a median step; for a process that has run nothing."""
-    ranks = dist.get_world_size()
-    steps = WARMUP_STEPS + 1 + request["steps"]
-    batches = build_batches(request["data"], request["batch_size"], steps * ranks)[dist.get_rank() :: ranks]
+    batches = _batches(request, WARMUP_STEPS + 1 + request["steps"])
     before = status_bytes("VmRSS")
     model = build_model(request["model"], CPU, request["seed"])
     most = HeldState()
     done = _fit(model, batches, request["optimizer"], request["strategy"], most)
     answer = {STATE: most.state, GROWN: most.resident - before, STEP: statistics.median(done.step_ms[WARMUP_STEPS:])}
     return {**answer, "weights": done.weights, "parameters": gradient_bytes(model)}
+
+
+def _batches(request: dict[str, Any], count: int) -> list[Batch]:
+    """So many batches, this rank's."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return build_batches(request["data"], request["batch_size"], count * ranks)[rank::ranks]
 
 
 def _timed(do: Callable[[], Any]) -> float:
