@@ -401,7 +401,7 @@ def check(message: str, training: Training) -> tuple[dict[str, bool], str]:
     said = {
         FLOOR: at_floor == "trained",
         TASK: hasattr(torch.ops.aten, found["task"] or ""),
-        LAYER: found["layer"] in _names(training.model),
+        LAYER: found["layer"] in dict(training.model.named_modules()),
         HINT: bool(_HINT.search(found["hint"])),
     }
     return said, at_floor
@@ -416,7 +416,3 @@ def _train_in(budget_bytes: int, training: Training) -> str:
     finally:
         training.close()
     return "trained"
-
-
-def _names(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_modules()}

@@ -9,7 +9,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from retime.foundations.measure import spread
-from retime.mechanisms.memory_budget import StepMemory, StepProfile
+from retime.mechanisms.memory_budget import StepMemory
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.recipe import Measured, Tick
@@ -51,7 +51,7 @@ class Floors(NetworkRecipe):
             NO_WEIGHTS: lower_bound_offloading_weights(as_paper),
         }
         rows = [Row(name, MEMORY, "GB", [round(nbytes / GB, 4)]) for name, nbytes in found.items()]
-        weights = graph.resident_bytes(1) - _bytes_of(plain, BlockKind.WEIGHT_GRADIENT)
+        weights = graph.resident_bytes(1) - plain.bytes_by_kind[BlockKind.WEIGHT_GRADIENT]
         facts = {
             "batch size": network.batch_size,
             "weights GB": round(weights / GB, 4),
@@ -169,7 +169,3 @@ def bars(axes: Any, points: list[Point], names: tuple[str, ...], quantity: str, 
 
 def _ratio(point: Point, above: str, below: str) -> float:
     return point.values(above, MEMORY)[0] / point.values(below, MEMORY)[0]
-
-
-def _bytes_of(profile: StepProfile, kind: BlockKind) -> int:
-    return profile.bytes_by_kind[kind]

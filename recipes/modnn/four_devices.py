@@ -15,10 +15,11 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.modnn.floor import GB
 from retime.recipes.modnn.settings import MemorySettings, claim
-from retime.recipes.modnn.simulated import BATCH, GB, IDEAL, SimulatedK40, ideal_time_ms, modnn
+from retime.recipes.modnn.simulated import ALL_THERE_IS, BATCH, IDEAL, SimulatedK40, ideal_time_ms, modnn
 from retime.schedules.budget import BlockKind, BudgetError, Phase, TaskGraph
-from retime.schedules.modnn import COMPUTE, BatchPlan, Direction, OffloadSchedule, Techniques, offload_schedule
+from retime.schedules.modnn import COMPUTE, Direction, OffloadSchedule, Techniques, offload_schedule
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,6 @@ class _Lane:
 FOUR_IDEAL, NAIVE, ONE = "ideal, naive", "moDNN, naive", "moDNN on one device with all memory"
 ALL_CORES = 20
 """Of the paper's host; `cores_speedup` is theirs together."""
-_ALL_THERE_IS = 1 << 62
 
 
 def overlapped(cores: int) -> str:
@@ -160,11 +160,10 @@ class FourDevices(SimulatedK40):
         share, bus = batch // settings.devices, settings.transfer_bytes_per_s / 1e3
         memory = settings.memory_bytes_per_s * settings.memory_efficiency / 1e3
         budget = int(at["budget_gb"] * GB)
-        whole = offload_schedule(graph, share, _ALL_THERE_IS, bus, Techniques("fastest"))
-        hosts = {
-            cores: Host(settings.devices, bus, settings.sum_bytes_per_s / 1e3 * _faster(settings, cores))
-            for cores in settings.cores
-        }
+        whole = offload_schedule(graph, share, ALL_THERE_IS, bus, Techniques("fastest"))
+        sum_rate = settings.sum_bytes_per_s / 1e3
+        faster = {1: 1.0, ALL_CORES: settings.cores_speedup}
+        hosts = {cores: Host(settings.devices, bus, sum_rate * faster[cores]) for cores in settings.cores}
         naive = naive_ms(gradients(graph, whole), hosts[settings.cores[0]], memory)
         rows = [
             Row(IDEAL, BATCH, "ms", [ideal_time_ms(graph, batch, bus)]),
@@ -181,9 +180,10 @@ class FourDevices(SimulatedK40):
         found = gradients(graph, plan.last)
         rows.append(Row(ONE, BATCH, "ms", [alone.batch_ms]))
         rows.append(Row(NAIVE, BATCH, "ms", [plan.batch_ms + naive]))
+        before_ms = (plan.rounds - 1) * plan.round.finish_ms
         for cores, host in hosts.items():
             last_ms = overlapped_ms(found, plan.last, host)
-            rows.append(Row(overlapped(cores), BATCH, "ms", [_rounds_before(plan) + last_ms]))
+            rows.append(Row(overlapped(cores), BATCH, "ms", [before_ms + last_ms]))
             facts[f"not hidden with {cores} cores ms"] = round(last_ms - backward_ms(plan.last), 2)
         return Measured(rows, {**facts, "sub-batches of": plan.sub_batch, "sub-batches on one": alone.sub_batch})
 
@@ -259,11 +259,3 @@ def _against_the_paper(lines: list[Comparison]) -> list[str]:
     if not away:
         return []
     return [f"Speeds are {min(away):+.0f} to {max(away):+.0f} % away from the paper's, averages of networks each."]
-
-
-def _rounds_before(plan: BatchPlan) -> float:
-    return (plan.rounds - 1) * plan.round.finish_ms
-
-
-def _faster(settings: MemorySettings, cores: int) -> float:
-    return 1.0 if cores == 1 else settings.cores_speedup

@@ -19,7 +19,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, amount
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.modnn.floor import bars
+from retime.recipes.modnn.floor import GB, bars
 from retime.recipes.modnn.networks import (
     Network,
     in_place,
@@ -117,7 +117,8 @@ def _algorithms(
     return (algorithm("default", settings.fast_speedup, 0.0),)
 
 
-GB, _ALL_THERE_IS = 1e9, 1 << 62
+ALL_THERE_IS = 1 << 62
+"""Bytes of a device that is large enough."""
 BATCH, SLOWER, MOVED, MEMORY = "batch", "time over ideal", "moved", "memory of the ideal"
 IDEAL, MODNN, PAPERS_RULES = "ideal", "moDNN", "moDNN, the paper's rules alone"
 VDNN_ALL, VDNN_CONV = "vDNN, all layers", "vDNN, convolutions"
@@ -196,7 +197,7 @@ class SimulatedK40(NetworkRecipe):
 
 def ideal_time_ms(graph: TaskGraph, batch: int, bandwidth: float) -> float:
     """Nothing leaves a device that is large enough, and every algorithm is the fastest."""
-    return offload_schedule(graph, batch, _ALL_THERE_IS, bandwidth, Techniques("fastest")).finish_ms
+    return offload_schedule(graph, batch, ALL_THERE_IS, bandwidth, Techniques("fastest")).finish_ms
 
 
 def modnn(graph: TaskGraph, batch: int, budget: int, bandwidth: float) -> BatchPlan:
@@ -350,7 +351,7 @@ class Alone(SimulatedK40):
         facts: dict[str, Any] = {"batch size": batch, "ideal memory GB": round(ideal_bytes / GB, 3)}
 
         fastest, baseline = Techniques("fastest"), Techniques("baseline")
-        one, last = (offload_schedule(graph, 1, _ALL_THERE_IS, bandwidth, fastest, update=u) for u in (False, True))
+        one, last = (offload_schedule(graph, 1, ALL_THERE_IS, bandwidth, fastest, update=u) for u in (False, True))
         budget = int(settings.budget_gb * GB)
         needed = lower_bound(graph, batch).bytes
         if needed > budget:
@@ -364,7 +365,7 @@ class Alone(SimulatedK40):
             techniques=Techniques.paper(),
             search=False,
         )
-        least = offload_schedule(graph, batch, _ALL_THERE_IS, bandwidth, baseline)
+        least = offload_schedule(graph, batch, ALL_THERE_IS, bandwidth, baseline)
         found = {
             SUB_BATCHES: (all_blocks_bytes(counted, 1), (batch - 1) * one.finish_ms + last.finish_ms),
             OFFLOADING: (needed, away.batch_ms),
