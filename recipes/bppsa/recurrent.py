@@ -169,11 +169,6 @@ def solver_taken(network: nn.Module, batch: Batch) -> str:
     return "torch's own" if solver is None else str(solver)
 
 
-def best_scan(point: Point, phase: str = "step") -> str | None:
-    """The variant with the fastest phase."""
-    return point.fastest(scans(point), phase)
-
-
 def bound(point: Point) -> Spread | None:
     """How many times faster a step would be if the backward pass took no time; a scan leaves the forward pass alone."""
     if not point.has(BASELINE, "step"):
