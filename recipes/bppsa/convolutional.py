@@ -66,9 +66,7 @@ class Convergence(Recipe[ConvolutionalSettings]):
 
     def measure(self, settings: ConvolutionalSettings, at: dict[str, Any], tick: Tick) -> Measured:
         device, dtype = torch.device(settings.hardware.device), getattr(torch, at["precision"])
-        start = build_model(settings.model, device, settings.seed)
-        if not isinstance(start, nn.Sequential):
-            raise ValueError(f"{type(start).__name__} is no nn.Sequential: the scan needs a chain of layers")
+        start = chain_of(settings, device)
         inputs, targets = collated(build(settings.data, split="val"), device)
         rows: list[Row] = []
         facts: dict[str, Any] = {"data": build(settings.data).name, "batch size": settings.batch_size}
@@ -154,6 +152,14 @@ class Convergence(Recipe[ConvolutionalSettings]):
         axes.set_xlabel("training step")
         axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
         charts.save(drawing, path)
+
+
+def chain_of(settings: ConvolutionalSettings, device: torch.device) -> nn.Sequential:
+    """The network with weights that depend on the seed alone; ValueError if it is no chain of layers."""
+    model = build_model(settings.model, device, settings.seed)
+    if not isinstance(model, nn.Sequential):
+        raise ValueError(f"{type(model).__name__} is no nn.Sequential: the scan needs a chain of layers")
+    return model
 
 
 def scan_name(levels: int | None) -> str:
@@ -269,9 +275,7 @@ class PrunedFlops(CaseRecipe[ConvolutionalSettings]):
     def measure(self, settings: ConvolutionalSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = settings.cases[at["case"]]
         device = torch.device(settings.hardware.device)
-        model = build_model(settings.model, device, settings.seed)
-        if not isinstance(model, nn.Sequential):
-            raise ValueError(f"{type(model).__name__} is no nn.Sequential: the scan needs a chain of layers")
+        model = chain_of(settings, device)
         test = collated(build(settings.data, split="val"), device)
         image = test[0][:1]
         steps_of(model, settings, settings.steps, device, tick)

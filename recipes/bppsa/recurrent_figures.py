@@ -27,7 +27,6 @@ from retime.recipes.bppsa.recurrent import (
     Batch,
     Recurrent,
     TrainingLoop,
-    best_scan,
     bound,
     label,
     network,
@@ -328,7 +327,7 @@ def most(result: Result, figure: str) -> list[Comparison]:
 
 def against(point: Point, row: dict[str, Claim]) -> list[Comparison]:
     """A table's row, if there is one, beside the fastest of our variants at that point."""
-    ours = best_scan(point)
+    ours = point.fastest(scans(point), "step")
     published = row.items() if ours else ()
     return [Comparison(theirs, ratio(point, str(ours), phase), label(str(ours), point)) for phase, theirs in published]
 
@@ -337,7 +336,7 @@ def bounds(result: Result) -> list[str]:
     """How close each point comes to a backward pass that takes no time."""
     lines = []
     for point in result.points:
-        ours, most_possible = best_scan(point), bound(point)
+        ours, most_possible = point.fastest(scans(point), "step"), bound(point)
         reached = ratio(point, ours, "step") if ours else None
         if reached and most_possible:
             lines.append(
@@ -424,7 +423,7 @@ def draw_breakdown(axes: Any, points: list[Point], names: list[str], published: 
             text = f"the paper's step ({TABLES_OF})" if not number else None
             axes.plot(number + 0.2, 1 / row["step"].value, "ko", markerfacecolor="none", label=text)
         whole = point.median(BASELINE, "step")
-        ours = best_scan(point)
+        ours = point.fastest(scans(point), "step")
         for shift, name in ((-0.2, BASELINE), (0.2, ours)):
             bottom = 0.0
             for colour, phase in zip(charts.COLOURS, PHASES, strict=False):
