@@ -5,14 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpuacc.figures import EXPOSED, Figures, efficiency
 from retime.recipes.cpuacc.naive import NAIVE
 from retime.recipes.cpuacc.targets import STEP, claim
 from retime.recipes.cpuacc.worker import ALONE
+from support.recipes import assert_draws, settings_for
 
 SMALL = [
     "experiment=cpuacc_fig3",
@@ -29,9 +28,7 @@ SMALL = [
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
 def test_it_measures_and_draws(tmp_path: Path) -> None:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        settings = settings_of(compose("config", SMALL))
+    settings = settings_for(*SMALL)
     few = ("ddp, 25 MiB", "cpu_accumulate_ddp, 25 MiB", NAIVE)
     settings = replace(settings, variants={label: settings.variants[label] for label in few})
     recipe = Figures()
@@ -46,5 +43,4 @@ def test_it_measures_and_draws(tmp_path: Path) -> None:
     assert claims.count(claim("scaling")) == 3
     assert claims.count(claim("figure-3 VGG-16")) == 2, "over ddp, and over the paper's own baseline"
     assert len(claims) == 5
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)

@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.recipes.core.results import Point, Row
-from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpuacc.memory import GROWN, Memory, image_mib, more_images
 from retime.recipes.cpuacc.targets import claim
+from support.recipes import assert_draws, settings_for
 
 SMALL = [
     "experiment=cpuacc_memory",
@@ -24,9 +23,7 @@ SMALL = [
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
 def test_it_measures_both_batch_sizes(tmp_path: Path) -> None:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        settings = settings_of(compose("config", SMALL))
+    settings = settings_for(*SMALL)
     few = ("ddp, 25 MiB", "cpu_accumulate_ddp, 25 MiB")
     settings = replace(settings, variants={label: settings.variants[label] for label in few})
     recipe = Memory()
@@ -34,8 +31,7 @@ def test_it_measures_both_batch_sizes(tmp_path: Path) -> None:
     assert [point.at["images"] for point in result.points] == [1, 2]
     assert all(point.values(label, GROWN)[0] > 0 for point in result.points for label in few)
     assert [line.against for line in recipe.compare(result)] == [claim("images")]
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def test_what_is_saved_is_given_to_images() -> None:

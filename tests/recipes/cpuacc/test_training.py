@@ -5,14 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpuacc.figures import DIFFERENCE, FROM_ORDER, FROM_REPEAT, RIGHT, SECONDS_TO, STEPS_TO, Trainings
 from retime.recipes.cpuacc.naive import NAIVE
 from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import claim, target
+from support.recipes import assert_draws, settings_for
 
 SMALL = [
     "experiment=cpuacc_training",
@@ -29,9 +28,7 @@ SMALL = [
 
 @pytest.fixture
 def settings() -> AccumulationSettings:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        return settings_of(compose("config", SMALL))
+    return settings_for(*SMALL)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
@@ -56,8 +53,7 @@ def test_outputs_are_the_same(settings: AccumulationSettings, tmp_path: Path) ->
     assert claims[:7] == [sooner, sooner, steps, *same, sooner]
     assert claims[13:18] == [sooner, sooner, steps, *same[1:]]
     assert "looked at every 1 steps" in recipe.notes(result)[1]
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def test_an_accuracy_that_is_not_reached_says_what_to_change(settings: AccumulationSettings, tmp_path: Path) -> None:

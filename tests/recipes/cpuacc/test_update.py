@@ -4,22 +4,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpuacc.memory import GROWN, STATE, STEP, ZERO, Updates
 from retime.recipes.cpuacc.targets import target
+from support.recipes import assert_draws, settings_for
 
 SMALL = ["experiment=cpuacc_update", "rounds=1", "steps=2", "rank_counts=[2]", "cases.VGG-16.model.width=0.125"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
 def test_a_rank_holds_its_share_of_the_state(tmp_path: Path) -> None:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        settings = settings_of(compose("config", SMALL))
+    settings = settings_for(*SMALL)
     recipe = Updates()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     (point,) = result.points
@@ -33,8 +30,7 @@ def test_a_rank_holds_its_share_of_the_state(tmp_path: Path) -> None:
     wanted = ("share", "memory", "speed", "zero-memory", "zero-speed")
     assert [line.against for line in recipe.compare(result)] == [target(name) for name in wanted]
     assert f"the same final weights: ddp, {ZERO}, cpu_accumulate_ddp, update_on_host" in recipe.notes(result)[1]
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def test_the_last_is_compared_with_the_first() -> None:
