@@ -29,7 +29,7 @@ from retime.commands.advise_turns import (
 )
 from retime.commands.advise_worker import DDP, FIRST_STEPS, METHODS, PLAIN, Method, fit_in_turns, memory_budget
 from retime.foundations import workers
-from retime.foundations.measure import speedup, spread
+from retime.foundations.measure import speedup
 from retime.foundations.workers import Answer
 from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core import charts
@@ -121,7 +121,7 @@ class Demo(Recipe[AdviceSettings]):
             if variant is None:
                 speed.text(0, place, text, transform=speed.get_yaxis_transform(), fontsize=8.5, va="center", bbox=box)
                 continue
-            fact, gain = point.facts[variant], spread(point.values(variant, SPEED))
+            fact, gain = point.facts[variant], point.spread(variant, SPEED)
             reach = [[gain.median - gain.low], [gain.high - gain.median]]
             colour = _COLOURS.get(fact["verdict"], charts.GREY)
             speed.errorbar(gain.median, place, xerr=reach, fmt="o", color=colour, capsize=3, markersize=5)

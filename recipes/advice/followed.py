@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 import retime
-from retime.foundations.measure import Spread, speedup, spread
+from retime.foundations.measure import Spread, spread
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.workers import Answer, Worker
 from retime.recipes.advice.settings import AdviceSettings
@@ -104,7 +104,7 @@ class Followed(CaseRecipe[AdviceSettings]):
 
 def by_training(point: Point) -> Spread | None:
     """Speed of the fits as advised over the plain ones; None where nothing was advised."""
-    return speedup(point.values(PLAIN, STEP), point.values(ADVISED, STEP)) if point.has(ADVISED, STEP) else None
+    return point.speedup(PLAIN, ADVISED, STEP) if point.has(ADVISED, STEP) else None
 
 
 def _advice(case: dict[str, Any], seconds: float, tick: Tick, *more: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from matplotlib.ticker import NullLocator
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from retime.foundations.measure import spread
 from retime.recipes.bppsa.recurrent import (
     BASELINE,
     MOVED,
@@ -383,7 +382,7 @@ def tick_label(value: float) -> str:
 def draw_backward(axes: Any, points: list[Point], where: Callable[[Point], float]) -> None:
     """Panels a and d: milliseconds of a backward pass."""
     for index, name in enumerate([BASELINE, *scans(points[0])]):
-        values = [spread(point.values(name, "backward")) for point in points]
+        values = [point.spread(name, "backward") for point in points]
         charts.points_with_spread(axes, [where(p) for p in points], values, label(name), index, line=True)
     axes.set_yscale("log")
     charts.plain_numbers(axes.yaxis)

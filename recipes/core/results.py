@@ -76,9 +76,17 @@ class Point:
     def has(self, variant: str, quantity: str) -> bool:
         return any(row.variant == variant and row.quantity == quantity for row in self.rows)
 
+    def spread(self, variant: str, quantity: str) -> Spread:
+        """Median and quartiles of one quantity of one variant."""
+        return spread(self.values(variant, quantity))
+
     def median(self, variant: str, quantity: str) -> float:
         """The median round of one quantity of one variant."""
-        return spread(self.values(variant, quantity)).median
+        return self.spread(variant, quantity).median
+
+    def speedup(self, reference: str, variant: str, quantity: str) -> Spread:
+        """The reference's quantity over the variant's, round by round: of times, how many times faster it is."""
+        return speedup(self.values(reference, quantity), self.values(variant, quantity))
 
     def variants(self, quantity: str) -> list[str]:
         """The variants measured for one quantity, in the order they were measured."""
@@ -132,7 +140,7 @@ def ratio(point: Point, reference: str | None, variant: str, quantity: str = "st
     """How many times faster `variant` is than `reference`; None if one of them was not measured."""
     if reference is None or not point.has(reference, quantity) or not point.has(variant, quantity):
         return None
-    return speedup(point.values(reference, quantity), point.values(variant, quantity))
+    return point.speedup(reference, variant, quantity)
 
 
 _SIZES = {

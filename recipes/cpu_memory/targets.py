@@ -99,7 +99,7 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
             labels = point.variants(STEP)
             if best is None:
                 continue
-            speeds = {label: speedup(point.values(best, STEP), point.values(label, STEP)) for label in labels}
+            speeds = {label: point.speedup(best, label, STEP) for label in labels}
             charts.named(axes, speeds, [int(_is_ours(label)) for label in labels])
             charts.even_line(axes, best)
             axes.set_title(f"{point.at['case']}\n1 = {best}", fontsize=9)
@@ -144,7 +144,7 @@ def _speed(point: Point, label: str, wanted: dict[str, float]) -> Iterator[Compa
     best = best_of(point)
     if best is None:
         return
-    ratio = speedup(point.values(best, STEP), point.values(label, STEP))
+    ratio = point.speedup(best, label, STEP)
     where = f"{point.at['case']}, over {best}"
     if "median" in wanted:
         yield Comparison(Target(label, "x", wanted["median"]), ratio, where)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from retime.foundations.measure import Spread, speedup, spread
+from retime.foundations.measure import Spread, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.recipe import Measured, Tick
@@ -49,16 +49,16 @@ class Figures(OnRanks):
             where = place(point)
             if point.at["network"] in ("AlexNet", "GoogLeNet", "VGG-16"):
                 figure_3 = claim(f"figure-3 {point.at['network']}")
-                ratio, note = speedup(point.values(theirs, STEP), point.values(ours, STEP)), f"{ours} over {theirs}"
+                ratio, note = point.speedup(theirs, ours, STEP), f"{ours} over {theirs}"
                 lines.append(Comparison(figure_3, ratio, f"{where}: {note}"))
                 if point.has(NAIVE, STEP):
-                    ratio = speedup(point.values(NAIVE, STEP), point.values(ours, STEP))
+                    ratio = point.speedup(NAIVE, ours, STEP)
                     lines.append(Comparison(figure_3, ratio, f"{where}, over {NAIVE}: {ours}"))
             scaling, ways = claim("scaling"), (ours, theirs, *([NAIVE] if point.has(NAIVE, STEP) else []))
             lines += [Comparison(scaling, efficiency(point, label), f"{where}: {label}") for label in ways]
             for label, when in ((theirs, "before"), (ours, "after")):
                 if point.at["network"] == "AlexNet" and point.has(label, EXPOSED):
-                    exposed = spread(point.values(label, EXPOSED))
+                    exposed = point.spread(label, EXPOSED)
                     lines.append(Comparison(claim(f"exposed-{when}"), exposed, f"{where}: {label}"))
             if point.at["network"] == "AlexNet" and point.has(NAIVE, EXPOSED):
                 collected, there = (point.values(NAIVE, phase)[0] for phase in (EXPOSED, UPDATE))
@@ -90,7 +90,7 @@ class Figures(OnRanks):
             labels = dict.fromkeys(label for point in points for label in point.variants(STEP))
             for index, label in enumerate(labels):
                 ranks = [point.at["ranks"] for point in points if point.has(label, STEP)]
-                steps = [spread(point.values(label, STEP)) for point in points if point.has(label, STEP)]
+                steps = [point.spread(label, STEP) for point in points if point.has(label, STEP)]
                 charts.points_with_spread(times, ranks, steps, label, index, line=True)
                 if label != ALONE:
                     shares = [efficiency(point, label) for point in points if point.has(label, STEP)]
@@ -111,7 +111,7 @@ class Figures(OnRanks):
 
 def efficiency(point: Point, label: str) -> Spread:
     """Weak scaling: a rank's step alone over its step among others, 1 is no loss."""
-    return speedup(point.values(ALONE, STEP), point.values(label, STEP))
+    return point.speedup(ALONE, label, STEP)
 
 
 STEPS_TO, SECONDS_TO, DIFFERENCE = "steps to accuracy", "time to accuracy", "difference"
@@ -141,13 +141,13 @@ class Trainings(OnRanks):
             first, *others = point.variants(SECONDS_TO)
             for label in others:
                 where = f"{place(point)}: {label} over {first}"
-                sooner = speedup(point.values(first, SECONDS_TO), point.values(label, SECONDS_TO))
-                steps = speedup(point.values(label, STEPS_TO), point.values(first, STEPS_TO))
+                sooner = point.speedup(first, label, SECONDS_TO)
+                steps = point.speedup(label, first, STEPS_TO)
                 lines.append(Comparison(claim("sooner"), sooner, where))
                 if label == NAIVE:
                     continue
                 if NAIVE in others:  # the paper's baseline
-                    sooner = speedup(point.values(NAIVE, SECONDS_TO), point.values(label, SECONDS_TO))
+                    sooner = point.speedup(NAIVE, label, SECONDS_TO)
                     lines.append(Comparison(claim("sooner"), sooner, where.replace(f"over {first}", f"over {NAIVE}")))
                 lines.append(Comparison(target("same-steps"), steps, where))
                 if point.at["ranks"] == 2:  # with more, gloo adds up in an order of its own

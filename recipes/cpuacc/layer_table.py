@@ -75,7 +75,7 @@ class LayerTable(OnRanks):
                     for label, milliseconds in zip(labels, times, strict=True):
                         what = f"AlexNet, 4 P100, {label}: {COLUMNS[quantity]}"
                         claim = Claim("Sekiyama et al. 2017", "Table 4", "ms", milliseconds, what)
-                        ours = spread(point.values(label, quantity))
+                        ours = point.spread(label, quantity)
                         lines.append(Comparison(claim, ours, f"{where}: {quantity}"))
         return lines
 
@@ -102,7 +102,7 @@ class LayerTable(OnRanks):
             labels = _layers(point)
             for index, quantity in enumerate((BACKWARD, BRING, ADD, TAKE, EXPOSED)):
                 places = [number + 0.14 * (index - 2) for number in range(len(labels))]
-                values = [spread(point.values(label, quantity)) for label in labels]
+                values = [point.spread(label, quantity) for label in labels]
                 charts.points_with_spread(axes, places, values, quantity, index)
                 if len(labels) == len(table[ADD]) and quantity in table:
                     theirs = [spread([time]) for time in table[quantity]]

@@ -147,12 +147,12 @@ class Updates(OnRanks):
             share = [one / point.at["ranks"] for one in point.values(theirs, STATE)]
             ratios = {
                 "share": speedup(point.values(ours, STATE), share),
-                "memory": speedup(point.values(ours, GROWN), point.values(theirs, GROWN)),
-                "speed": speedup(point.values(theirs, STEP), point.values(ours, STEP)),
+                "memory": point.speedup(ours, theirs, GROWN),
+                "speed": point.speedup(theirs, ours, STEP),
             }
             if point.has(ZERO, STEP):
-                ratios["zero-memory"] = speedup(point.values(ours, GROWN), point.values(ZERO, GROWN))
-                ratios["zero-speed"] = speedup(point.values(ZERO, STEP), point.values(ours, STEP))
+                ratios["zero-memory"] = point.speedup(ours, ZERO, GROWN)
+                ratios["zero-speed"] = point.speedup(ZERO, ours, STEP)
             where = f"{place(point)}: {ours} over {theirs}"
             lines += [Comparison(target(name), ratio, where) for name, ratio in ratios.items()]
         return lines

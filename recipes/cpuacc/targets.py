@@ -94,7 +94,7 @@ class Targets(CaseRecipe[AccumulationSettings]):
             axes.set_xticks(range(len(sums)), labels, fontsize=8)
             axes.set_ylabel("sums per second in shared memory\nagainst gloo (x)")
         for axes, point in zip(left, cases, strict=True):
-            charts.named(axes, {label: spread(point.values(label, STEP)) for label in point.variants(STEP)})
+            charts.named(axes, {label: point.spread(label, STEP) for label in point.variants(STEP)})
             axes.set_ylim(bottom=0)
             axes.set_title(f"{point.at['case']}, {point.facts['ranks']} ranks", fontsize=9)
             axes.set_ylabel("step (ms)")
@@ -164,6 +164,6 @@ def _of_fit(point: Point) -> list[Comparison]:
         ("out-of-order", best["cpu_accumulate_ddp"], best["ooo_ddp on host"]),
     ):
         if before is not None and after is not None:
-            ratio = speedup(point.values(before, STEP), point.values(after, STEP))
+            ratio = point.speedup(before, after, STEP)
             lines.append(Comparison(target(wanted), ratio, f"{point.at['case']}: {after} over {before}"))
     return lines

@@ -158,7 +158,7 @@ def like_the_paper(point: Point, mode: str) -> str:
 
 def measured(point: Point, variant: str, quantity: str) -> Spread | None:
     """Median and quartiles of one quantity; None if it was not measured."""
-    return spread(point.values(variant, quantity)) if point.has(variant, quantity) else None
+    return point.spread(variant, quantity) if point.has(variant, quantity) else None
 
 
 def difference(point: Point, one: tuple[str, str], other: tuple[str, str]) -> Spread | None:
@@ -191,7 +191,7 @@ class Breakdown(StepTimes):
         drawing, axes = charts.figure(titled(result), height=4.8)
         names = point.variants("step")
         bars = {label(name): {p: point.median(name, p) for p in PHASES} for name in names}
-        totals = {label(name): spread(point.values(name, "step")) for name in names}
+        totals = {label(name): point.spread(name, "step") for name in names}
         charts.stacked_bars(axes, bars, "one training step (ms)", totals)
         charts.save(drawing, path)
 

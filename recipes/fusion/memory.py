@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.foundations.measure import speedup, spread
 from retime.foundations.torch_private.optimizers import fused_adamw
 from retime.foundations.workers import answer_once
 from retime.recipes.core import charts
@@ -83,7 +82,7 @@ class PeakMemory(Recipe[FusionSettings]):
                 known = [point for point in points if point.has(name, quantity)]
                 shift = 0.3 * (index - 1.5)  # millions: two and two variants take the same, and all are to be seen
                 places = [point.facts["parameters"] / 1e6 + shift for point in known]
-                values = [spread(point.values(name, quantity)) for point in known]
+                values = [point.spread(name, quantity) for point in known]
                 charts.points_with_spread(axes, places, values, label(name), index, line=True)
             noted = f"{quantity}; forward fusion has updated nothing yet" if quantity == FIRST else quantity
             axes.set_title(noted, fontsize=10)
@@ -190,7 +189,7 @@ class GradientPlace(Recipe[FusionSettings]):
         for point in result.points:
             size = point.at["batch_size"]
             for name in (SAME, ROTATING, OWN):
-                found = speedup(point.values(AFTER, "step"), point.values(name, "step"))
+                found = point.speedup(AFTER, name, "step")
                 lines.append(f"- batch {size}, updates {name}: {show(found, 'x')} over updates after the backward pass")
             places = point.facts["places they had in a real step of ours"]
             lines.append(
@@ -203,7 +202,7 @@ class GradientPlace(Recipe[FusionSettings]):
     def draw(self, result: Result, path: Path) -> None:
         drawing, axes = charts.figure(titled(result), width=9)
         for index, name in enumerate((OWN, ROTATING, SAME)):
-            values = [speedup(point.values(AFTER, "step"), point.values(name, "step")) for point in result.points]
+            values = [point.speedup(AFTER, name, "step") for point in result.points]
             places = [place + (index - 1) * 0.2 for place in range(len(values))]
             charts.points_with_spread(axes, places, values, f"updated {name}", index)
         charts.even_line(axes, "updated after the backward pass")

@@ -123,7 +123,7 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
             elif point.has("retime_backward", GRADIENTS):
                 bound = point.facts["largest layer (MiB)"] + point.facts["largest bucket (MiB)"]
                 target = Target(f"{case}: gradients alive in backward mode", "MiB", bound, at_most=True)
-                alive = spread(point.values("retime_backward", GRADIENTS))
+                alive = point.spread("retime_backward", GRADIENTS)
                 first = point.values("retime_backward", FIRST_GRADIENTS)[0]
                 lines.append(Comparison(target, alive, f"in every later step; {first:.1f} MiB in the first"))
         return lines
@@ -197,7 +197,7 @@ class Distributed(StepTimes):
         drawing, axes = charts.figure(titled(result))
         names = points[0].variants("step")
         for index, name in enumerate(names):
-            values = [spread(point.values(name, "step")) for point in points]
+            values = [point.spread(name, "step") for point in points]
             places = [number + (index - (len(names) - 1) / 2) * 0.19 for number in range(len(points))]
             heights = [value.median for value in values]
             bars = axes.bar(places, heights, 0.17, color=charts.COLOURS[index], label=label(name))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from retime.foundations.measure import speedup, spread
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.recipe import Measured, Tick
@@ -171,7 +171,7 @@ def _over_vdnn_plus(point: Point) -> Iterator[Comparison]:
             yield Comparison(claim("figure-12-all"), None, lacking)
             continue
         where = f"{point.at['network']}, {VDNN_PLUS.format(rule, ', '.join(name for name, _ in pairs))}"
-        ratios = [speedup(point.values(theirs, STEP), point.values(name, STEP)).median for name, theirs in pairs]
+        ratios = [point.speedup(theirs, name, STEP).median for name, theirs in pairs]
         yield Comparison(claim("figure-12-all"), spread(ratios), where)
         ours, others = (sum(point.values(pair[side], MOVED)[0] for pair in pairs) for side in (0, 1))
         share = spread([100 * ours / others]) if others else None

@@ -77,9 +77,7 @@ class Floors(NetworkRecipe):
                 lines.append(Comparison(published, spread([fmean(ratios)]), remark))
         deep = [point for point in result.points if point.at["network"] == "VGG-101"]
         for published, name in ((claim("vgg-101-ideal"), IDEAL), (claim("vgg-101-floor"), EQ_7)):
-            lines += [
-                Comparison(published, spread(point.values(name, MEMORY)), "counted as the paper") for point in deep
-            ]
+            lines += [Comparison(published, point.spread(name, MEMORY), "counted as the paper") for point in deep]
         for published, least_gb in ((claim("above-12-gb"), 12.0), (claim("above-24-gb"), 24.0)):
             for name in (IDEAL, PEAK):
                 above = [p.at["network"] for p in result.points if p.values(name, MEMORY)[0] > least_gb]

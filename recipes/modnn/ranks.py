@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retime.foundations.measure import Spread, speedup, spread
+from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Worker, WorkerError, closing
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
@@ -101,10 +101,10 @@ class Ranks(NetworkRecipe):
             where = f"{point.at['network']} with {point.facts['ranks']} ranks on {point.facts['cores']} cores"
             budget = f"{where}, {point.at['budget']:g} %"
             if point.has(NAIVE, STEP):
-                found = speedup(point.values(ONE, STEP), point.values(NAIVE, STEP))
+                found = point.speedup(ONE, NAIVE, STEP)
                 lines.append(Comparison(claim("figure-17-ideal"), found, f"{budget}, {NAIVE}: not four devices"))
                 for theirs in (NAIVE, NAIVE_ONCE, ONCE):
-                    found = speedup(point.values(theirs, STEP), point.values(ON_HOST, STEP))
+                    found = point.speedup(theirs, ON_HOST, STEP)
                     lines.append(Comparison(target("host-meanwhile"), found, f"{budget}, over {theirs}"))
             lines += [_once_over_each(point, budget), *_peaks(point, budget)]
             away = max(point.values(way, DIFFERENCE)[0] for way in WAYS if point.has(way, DIFFERENCE))
@@ -147,7 +147,7 @@ class Ranks(NetworkRecipe):
         drawing, (speeds, peaks) = charts.panels(titled(result), 2, width=12.0)
         ways = [way for way in WAYS if all(point.has(way, STEP) for point in trained)]
         for index, way in enumerate(ways):
-            values = [speedup(point.values(ONE, STEP), point.values(way, STEP)) for point in trained]
+            values = [point.speedup(ONE, way, STEP) for point in trained]
             charts.points_with_spread(speeds, _beside(values, index - (len(ways) - 1) / 2), values, way, index)
         speeds.set_ylabel("speed over one process (x)")
         charts.even_line(speeds, ONE)
@@ -181,7 +181,7 @@ def _once_over_each(point: Point, where: str) -> Comparison:
     if sub_batch >= share:
         remark = f"{where}: nothing to compare, a rank's {share} samples are one sub-batch, so both ways reduce once"
         return Comparison(wanted, None, remark)
-    return Comparison(wanted, speedup(point.values(EACH, STEP), point.values(ONCE, STEP)), where)
+    return Comparison(wanted, point.speedup(EACH, ONCE, STEP), where)
 
 
 def _peaks(point: Point, where: str) -> list[Comparison]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from retime.foundations.measure import Spread, speedup, spread
+from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Worker, WorkerError, answer_once, closing
 from retime.recipes.core.build import saved_batch
 from retime.recipes.core.claims import Comparison, amount
@@ -340,7 +340,7 @@ def over_best_peers(point: Point) -> Iterator[Comparison]:
             held, budget = (
                 amount(point.values(who, what)[0], "MiB") for who, what in ((peer, MEASURED), (name, BUDGET))
             )
-            faster = speedup(point.values(peer, STEP), point.values(name, STEP))
+            faster = point.speedup(peer, name, STEP)
             yield Comparison(target("over-best-peer"), faster, f"{where}: over {peer}, {held} of {budget}")
 
 
@@ -349,7 +349,7 @@ def slowdown(point: Point, name: str) -> Spread | None:
     plain = fastest_plain(point)
     if plain is None or not point.has(name, STEP):
         return None
-    return speedup(point.values(name, STEP), point.values(plain, STEP))
+    return point.speedup(name, plain, STEP)
 
 
 def prediction_error(point: Point, name: str) -> float:

@@ -321,7 +321,7 @@ class ManyBudgets(SimulatedK40):
             for index, name in enumerate(self._ways):
                 known = [p for p in own if p.has(name, SLOWER)]
                 places = [p.at["budget_gb"] for p in known]
-                values = [spread(p.values(name, SLOWER)) for p in known]
+                values = [p.spread(name, SLOWER) for p in known]
                 charts.points_with_spread(axes, places, values, name, index, line=True)
                 _cross(axes, [p.at["budget_gb"] for p in own if not p.has(name, SLOWER)], index)
             axes.set_title(f"{network} ({own[0].facts['batch size']}), ideal {own[0].facts['ideal memory GB']:g} GB")

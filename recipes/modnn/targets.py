@@ -483,7 +483,7 @@ def _planning(points: list[Point]) -> Iterator[Comparison]:
     for point in points:
         (name,) = point.variants(PLANNING)
         where = f"{point.at['network']}, batch {point.facts['batch size']}"
-        yield Comparison(target("planning-time"), spread(point.values(name, PLANNING)), where)
+        yield Comparison(target("planning-time"), point.spread(name, PLANNING), where)
         for quantity, what in ((FIRST, "the first time, with code it loads"), (AGAIN, "the second time")):
             extra = point.values(name, quantity)
             share = [100 * value / (1024 * point.facts["peak GiB"]) for value in extra]
