@@ -1,6 +1,6 @@
 """The optimizer-fusion paper's figures and tables (Jiang et al. 2021): the bare loop's variants timed, a class each.
 
-`fusion_trainer` holds what runs inside a Lightning Trainer (targets, DDP), `fusion_memory` the memory recipes. Figures
+`trainer` holds what runs inside a Lightning Trainer (targets, DDP), `memory` what is about memory. Figures
 4 and 5 have the paper's speedup formula (appendix C.2) fitted to measured step times:
 
     s(b) = (b t_grad + t_opt) / (b t_grad + t_opt - t_saved)
