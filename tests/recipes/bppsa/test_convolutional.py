@@ -1,6 +1,5 @@
 """The recipes on BPPSA's convolutional networks, at small sizes, from the command line to the report."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from retime.recipes import __main__ as command
 from retime.recipes.bppsa.convolutional import (
     DENSE,
     MOVED,
@@ -40,22 +38,6 @@ from retime.recipes.core.results import Result, load
 from retime.recipes.models import lenet5
 
 Command = Callable[..., Path]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Runs the command line in an empty folder; returns the folder of the only result."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: str) -> Path:
-        monkeypatch.setattr(sys, "argv", ["retime.recipes", "hardware.cores=null", *arguments])
-        command.main()
-        (path,) = (tmp_path / "outputs").rglob("result.json")
-        assert {each.name for each in path.parent.iterdir()} >= {"result.csv", "result.md", "result.png"}
-        return path
-
-    return call
 
 
 def test_table_1(run: Command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,12 @@
 """BPPSA's recurrent recipes: small runs of each, what they count, and the paper's numbers."""
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from retime.recipes import __main__ as command
 from retime.recipes.bppsa.recurrent import (
     BASELINE,
     RAN,
@@ -219,10 +218,8 @@ def test_an_unknown_kind_of_case_is_refused(tmp_path: Path):
         run(Targets, tmp_path / "r", cases={"a": {"kind": "speeed"}})
 
 
-def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_from_the_command_line(run: Callable[..., Path]):
     overrides = ["rounds=1", "warmup_rounds=0", "steps=1", "sequence_lengths=[10]", "batch_sizes=[]", "batch_size=2"]
-    monkeypatch.setattr(sys, "argv", ["retime.recipes", "experiment=bppsa_fig8", *overrides])
-    command.main()
-    (found,) = (tmp_path / "outputs" / "bppsa" / "figure-8" / "cpu").rglob("result.json")
+    found = run("experiment=bppsa_fig8", *overrides)
+    assert "outputs/bppsa/figure-8/cpu/" in found.as_posix()
     assert load(found).points[0].at == {"T": 10, "B": 2}

@@ -1,13 +1,12 @@
 """Figures 15 and 16: without a meter nothing is made up, with one its joules are what is reported."""
 
-import sys
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from retime.recipes import __main__ as command
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware
 from retime.recipes.modnn import power as modnn_power
@@ -24,13 +23,8 @@ def settings(**more: Any) -> MemorySettings:
     return MemorySettings(hardware=Hardware("cpu", "cpu", None), cases={"net": {}}, budgets=[50], steps=2, **more)
 
 
-def test_without_a_meter_the_reason_is_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys, "argv", ["retime.recipes", "experiment=modnn_fig15", "powercap=none", "hardware.cores=null"]
-    )
-    command.main()
-    (path,) = (tmp_path / "outputs").rglob("result.json")
+def test_without_a_meter_the_reason_is_all_there_is(run: Callable[..., Path]) -> None:
+    path = run("experiment=modnn_fig15", "powercap=none")
     (point,) = load(path).points
     assert point.rows == []
     (line,) = Power().compare(load(path))

@@ -1,11 +1,11 @@
 """Figure 17 for real: two ranks inside a budget, how often they reduce, and that they learn what one process learns."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from retime.recipes import __main__ as command
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ONCE, ONE, PLANNING, WHOLE
 from retime.recipes.modnn.ranks import REDUCED, REFUSED, WAYS, Ranks
@@ -15,15 +15,11 @@ from retime.recipes.modnn.side_by_side import BUDGET, DIFFERENCE, MEASURED, PRED
 
 @pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /proc")
-def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_two_ranks(run: Callable[..., Path]) -> None:
     mlp = "{_target_: retime.recipes.models.mlp, depth: 6, width: 32}"
     data = "{_target_: retime.recipes.data.synthetic_vectors, features: 32, classes: 32, length: 4096}"
     cases = f"+cases={{MLP: {{batch_size: 4096, model: {mlp}, data: {data}}}}}"
-    arguments = ["experiment=modnn_fig17", "~cases", cases, "budgets=[36,5]", "rounds=1", "warmup_rounds=1", "steps=1"]
-    monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])
-    command.main()
-    (path,) = (tmp_path / "outputs").rglob("result.json")
+    path = run("experiment=modnn_fig17", "~cases", cases, "budgets=[36,5]", "rounds=1", "warmup_rounds=1", "steps=1")
     print(path.with_name("result.md").read_text())
     result = load(path)
     point, tight = result.points

@@ -8,7 +8,6 @@ import pytest
 
 from retime.foundations.measure import spread
 from retime.foundations.workers import Worker, WorkerError
-from retime.recipes import __main__ as command
 from retime.recipes.core.results import load
 from retime.recipes.modnn.budget_worker import Server
 from retime.recipes.modnn.budgets import Budgets
@@ -64,22 +63,6 @@ from retime.schedules.modnn import all_blocks_bytes, lower_bound, lower_bound_of
 
 Command = Callable[..., Path]
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.01}
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Runs the command line in an empty folder; returns the only result."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: str) -> Path:
-        monkeypatch.setattr(sys, "argv", ["retime.recipes", "hardware.cores=null", *arguments])
-        command.main()
-        (path,) = (tmp_path / "outputs").rglob("result.json")
-        assert {each.name for each in path.parent.iterdir()} >= {"result.csv", "result.md", "result.png"}
-        return path
-
-    return call
 
 
 def small_vgg() -> Network:

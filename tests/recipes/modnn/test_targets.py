@@ -11,7 +11,6 @@ import torch
 
 from retime.foundations.workers import WorkerError
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
-from retime.recipes import __main__ as command
 from retime.recipes.core.build import CPU, build_model, loss_of
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware
@@ -56,17 +55,12 @@ def block(network: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Point]]:
+def run(run: Callable[..., Path]) -> Callable[..., dict[str, Point]]:
     """Runs the command line with cases of its own; returns the points by case."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
 
     def call(networks: str, cases: str, *more: str) -> dict[str, Point]:
         own = ["~networks", f"+networks={networks}", "~cases", f"+cases={cases}"]
-        arguments = ["experiment=modnn_targets", "hardware.cores=null", "rounds=1", "steps=1", *own, *more]
-        monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])
-        command.main()
-        (path,) = (tmp_path / "outputs").rglob("result.json")
+        path = run("experiment=modnn_targets", "rounds=1", "steps=1", *own, *more)
         return {point.at["case"]: point for point in load(path).points}
 
     return call
