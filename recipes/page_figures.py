@@ -14,8 +14,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from retime.recipes.core.measure import Spread, spread
-from retime.recipes.core.published import Reading
+from retime.foundations.measure import Spread, spread
+from retime.recipes.core.claims import Reading
 from retime.recipes.core.recipe import recipe_of
 from retime.recipes.core.results import FILE, load
 from retime.recipes.core.verdicts import read

@@ -8,13 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
+from retime.foundations.measure import speedup
 from retime.recipes.core.claims import show
-from retime.recipes.core.history import changed
-from retime.recipes.core.measure import speedup
-from retime.recipes.core.of_points import sizes
+from retime.recipes.core.machine import changed
 from retime.recipes.core.recipe import Recipe, recipe_of
-from retime.recipes.core.results import FILE, Point, Result, load
-from retime.recipes.core.tables import label_of, markdown_table
+from retime.recipes.core.results import FILE, Point, Result, label_of, load, markdown_table, sizes
 from retime.recipes.page_figures import fill
 from retime.recipes.results_page import PAGE, PICTURE, judged_papers, name_of, page
 from retime.recipes.results_picture import draw

@@ -9,8 +9,7 @@ from pathlib import Path
 from retime.recipes.core.claims import Target
 from retime.recipes.core.machine import CHANGED
 from retime.recipes.core.recipe import recipe_of
-from retime.recipes.core.results import Point, Result
-from retime.recipes.core.tables import markdown_table
+from retime.recipes.core.results import Point, Result, markdown_table
 from retime.recipes.core.verdicts import inside, kind_of
 
 _HEADING = ("result", "what", "experiment", "machine", "measured", "duration", "tree", "targets")

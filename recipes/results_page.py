@@ -10,12 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from retime.recipes.core.claims import Comparison, amount, show
-from retime.recipes.core.history import age, changed
-from retime.recipes.core.published import PACKAGES, Paper, Published, paper
+from retime.recipes.core.claims import PACKAGES, Comparison, Paper, Published, amount, paper, show
+from retime.recipes.core.machine import age, changed
 from retime.recipes.core.recipe import recipe_of, slug
-from retime.recipes.core.results import Result
-from retime.recipes.core.tables import markdown_table
+from retime.recipes.core.results import Result, markdown_table
 from retime.recipes.core.verdicts import Judged, Value, Verdict, counted, judge
 from retime.recipes.results_index import duration, index, machine
 

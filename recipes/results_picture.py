@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from retime.recipes.core import charts
-from retime.recipes.core.published import KINDS
+from retime.recipes.core.claims import KINDS
 from retime.recipes.core.verdicts import Judged, Verdict
 from retime.recipes.results_page import JudgedPaper, place
 

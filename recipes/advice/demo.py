@@ -29,7 +29,7 @@ from retime.commands.advise_turns import (
 )
 from retime.commands.advise_worker import DDP, FIRST_STEPS, METHODS, PLAIN, Method, fit_in_turns, memory_budget
 from retime.foundations import workers
-from retime.foundations.measure import speedup, spread
+from retime.foundations.measure import speedup
 from retime.foundations.workers import Answer
 from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core import charts
@@ -121,7 +121,7 @@ class Demo(Recipe[AdviceSettings]):
             if variant is None:
                 speed.text(0, place, text, transform=speed.get_yaxis_transform(), fontsize=8.5, va="center", bbox=box)
                 continue
-            fact, gain = point.facts[variant], spread(point.values(variant, SPEED))
+            fact, gain = point.facts[variant], point.spread(variant, SPEED)
             reach = [[gain.median - gain.low], [gain.high - gain.median]]
             colour = _COLOURS.get(fact["verdict"], charts.GREY)
             speed.errorbar(gain.median, place, xerr=reach, fmt="o", color=colour, capsize=3, markersize=5)
@@ -324,7 +324,7 @@ def table(point: Point) -> list[str]:
             ms, peak = median(point.values(plain, STEP)), f"{point.values(one, PEAK)[0]:.0f} MiB"
             speed, fact = "", {"verdict": "", "weights": ""}
             if one != plain:
-                gain, fact = spread(point.values(one, SPEED)).median, point.facts[one]
+                gain, fact = point.median(one, SPEED), point.facts[one]
                 ms, speed = ms / gain, f"{gain:.2f}"  # in turns with plain steps, which differ from method to method
             step = f"{ms:.1f} ms" if ms < 100 else f"{ms:.0f} ms"
             rows.append(_line(f"  {_short(one)}", step, speed, fact["verdict"], peak, fact["weights"]))
@@ -340,7 +340,7 @@ def paste(point: Point) -> list[str]:
     yours = "Which pays for your own model, `retime advise` measures."
     if not faster:
         return [*_wrapped(f"Nothing is faster than the plain training here. {yours}"), "    trainer = Trainer()"]
-    best = max(faster, key=lambda one: spread(point.values(one, SPEED)).median)
+    best = max(faster, key=lambda one: point.median(one, SPEED))
     return [*_wrapped(f"Fastest here: {_short(best)}. {yours}"), f"    trainer = {point.facts[best]['trainer']}"]
 
 

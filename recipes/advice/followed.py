@@ -17,16 +17,15 @@ import torch
 from omegaconf import OmegaConf
 
 import retime
+from retime.foundations.measure import Spread, spread
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.workers import Answer, Worker
 from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import Spread, speedup, spread
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.core.trainer_loop import Run, train
 from retime.recipes.cpu_memory.allocators import environment_of
 from retime.recipes.emulated import loopback, run_ranks
@@ -105,7 +104,7 @@ class Followed(CaseRecipe[AdviceSettings]):
 
 def by_training(point: Point) -> Spread | None:
     """Speed of the fits as advised over the plain ones; None where nothing was advised."""
-    return speedup(point.values(PLAIN, STEP), point.values(ADVISED, STEP)) if point.has(ADVISED, STEP) else None
+    return point.speedup(PLAIN, ADVISED, STEP) if point.has(ADVISED, STEP) else None
 
 
 def _advice(case: dict[str, Any], seconds: float, tick: Tick, *more: str) -> dict[str, Any]:

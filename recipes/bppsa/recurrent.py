@@ -1,25 +1,35 @@
-"""The common part of BPPSA's recurrent recipes: the same network with torch.nn's backward pass and with ours, timed.
+"""BPPSA's recurrent recipes: a network with torch.nn's backward pass and with ours, timed; and our own targets.
 
 A variant is "baseline", torch.nn's own module (cuDNN's on a GPU), "moved", the same from weights moved by rounding, or
 the name of a solver, with which `convert` changes the same module. Forward values are the same bits on CPU; only the
 backward pass through time differs.
+
+`bppsa_targets` (:class:`Targets`) has what this project wants the scan over time to reach, each case with its numbers:
+a recurrent layer alone, with a gradient at every step's output. Cases of kind `speed` time one shape; a case of kind
+`grid` times `solver="auto"` against torch.nn over shapes, where it should never lose.
 """
 
 import copy
+import itertools
+import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.mechanisms.scan import choose_solver
 from retime.modules import convert
 from retime.recipes.bppsa.settings import RecurrentSettings
-from retime.recipes.core import of_points
+from retime.recipes.core import charts, results
 from retime.recipes.core.build import build_batches, build_model, build_optimizer, loss_of
-from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
-from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, phase_rows
+from retime.recipes.core.claims import Comparison, Target, paper
+from retime.recipes.core.measure import PhaseClock, interleave, middle_step
+from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
+from retime.recipes.core.results import Point, Result, Row, phase_rows, titled
+from retime.recipes.models.recurrent import CELLS
 
 BASELINE, OURS, MOVED = "baseline", "auto", "moved"
 SHIFT = 1e-7
@@ -136,7 +146,7 @@ def steps_for(settings: RecurrentSettings, sequence_length: int) -> int:
 
 def ratio(point: Point, variant: str, phase: str) -> Spread | None:
     """How many times faster a variant's phase is than torch.nn's; None if one was not measured."""
-    return of_points.ratio(point, BASELINE, variant, phase)
+    return results.ratio(point, BASELINE, variant, phase)
 
 
 def scans(point: Point) -> list[str]:
@@ -159,11 +169,6 @@ def solver_taken(network: nn.Module, batch: Batch) -> str:
     return "torch's own" if solver is None else str(solver)
 
 
-def best_scan(point: Point, phase: str = "step") -> str | None:
-    """The variant with the fastest phase."""
-    return min(scans(point), key=lambda name: spread(point.values(name, phase)).median, default=None)
-
-
 def bound(point: Point) -> Spread | None:
     """How many times faster a step would be if the backward pass took no time; a scan leaves the forward pass alone."""
     if not point.has(BASELINE, "step"):
@@ -177,3 +182,206 @@ def worst_difference(result: Result) -> str:
     ending = ": largest gradient difference from torch.nn, relative"
     found = [value for point in result.points for key, value in point.facts.items() if key.endswith(ending)]
     return f"Largest relative difference of any gradient from torch.nn's, float32: {max(found, default=0.0):.1g}."
+
+
+PLAIN_MS, SCAN_MS, RATIO = "torch.nn", "scan, auto", "speed"
+BLOCK_MS = 30.0
+"""A block of the grid repeats short steps for about so long."""
+
+
+class LayerLoop:
+    """Forward and backward pass of a recurrent layer, timed; no optimizer, no loss."""
+
+    def __init__(self, variant: str, layer: nn.RNNBase, length: int, batch_size: int, device: torch.device) -> None:
+        self._layer = copy.deepcopy(layer)
+        if variant != BASELINE:
+            convert(self._layer, solver=variant)
+        random = torch.Generator().manual_seed(0)
+        self._inputs = torch.randn(length, batch_size, layer.input_size, generator=random).to(device)
+        self._gradient = torch.randn(length, batch_size, layer.hidden_size, generator=random).to(device)
+        self._clock = PhaseClock(device)
+
+    def step(self) -> None:
+        self._layer.zero_grad()
+        self._clock.start()
+        outputs = self._layer(self._inputs)[0]
+        self._clock.mark()
+        outputs.backward(self._gradient)
+        self._clock.mark()
+
+    def block(self, steps: int) -> list[float]:
+        """Times in ms of the typical one of `steps` steps: forward, backward, both.
+
+        Several steps follow one that is not counted; a single one is long enough to go without.
+        """
+        uncounted = int(steps > 1)
+        for _ in range(uncounted + steps):
+            self.step()
+        return middle_step(self._clock.steps_ms()[uncounted:])
+
+
+class Targets(CaseRecipe[RecurrentSettings], Recurrent):
+    """The speed rows of the project's table, a case each."""
+
+    def points(self, settings: RecurrentSettings) -> list[dict[str, Any]]:
+        here = settings.hardware.name
+        return [{"case": name} for name, case in settings.cases.items() if case.get("hardware", here) == here]
+
+    def blocks(self, settings: RecurrentSettings) -> int | None:
+        return None
+
+    def measure(self, settings: RecurrentSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = dict(settings.cases[at["case"]])
+        case.pop("hardware", None)
+        kind = case.pop("kind", "speed")
+        if kind == "grid":
+            return self._grid(settings, tick, **case)
+        if kind != "speed":
+            raise ValueError(f"cases.{at['case']}.kind={kind!r} is unknown: choose speed or grid")
+        return self._speed(settings, tick, **case)
+
+    def _speed(
+        self, settings: RecurrentSettings, tick: Tick, cell: str, length: int, batch_size: int, hidden_size: int = 20
+    ) -> Measured:
+        device = torch.device(settings.hardware.device)
+        start = layer(cell, hidden_size, settings.seed, device)
+        loops = {name: LayerLoop(name, start, length, batch_size, device) for name in settings.variants}
+        blocks = {name: partial(loop.block, settings.steps) for name, loop in loops.items()}
+        times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
+        rows = phase_rows(times, ("forward", "backward", "step"))
+        return Measured(rows, {"shape": f"{cell}, T={length}, B={batch_size}, H={hidden_size}"})
+
+    def _grid(
+        self,
+        settings: RecurrentSettings,
+        tick: Tick,
+        cell: str,
+        lengths: list[int],
+        batch_sizes: list[int],
+        hidden_sizes: list[int],
+        most_states: int,
+    ) -> Measured:
+        """Whole steps of torch.nn and of `auto` at every shape with at most `most_states` = T B H numbers of state."""
+        device = torch.device(settings.hardware.device)
+        rows: list[Row] = []
+        left_out, chosen = [], {}
+        for length, batch_size, hidden_size in itertools.product(lengths, batch_sizes, hidden_sizes):
+            place = f"T={length} B={batch_size} H={hidden_size}"
+            if length * batch_size * hidden_size > most_states:
+                left_out.append(place)
+                continue
+            start = layer(cell, hidden_size, settings.seed, device)
+            loops = {name: LayerLoop(name, start, length, batch_size, device) for name in (BASELINE, OURS)}
+            steps = steps_that_take(BLOCK_MS, loops[BASELINE])
+            blocks = {name: partial(loop.block, steps) for name, loop in loops.items()}
+            kept = interleave(blocks, settings.rounds, settings.warmup_rounds)
+            plain, ours = ([block[-1] for block in kept[name]] for name in (BASELINE, OURS))
+            rows.append(Row(place, PLAIN_MS, "ms", [round(value, 5) for value in plain]))
+            rows.append(Row(place, SCAN_MS, "ms", [round(value, 5) for value in ours]))
+            rows.append(Row(place, RATIO, "x", [round(value, 5) for value in speedup(plain, ours).rounds]))
+            chosen[place] = auto_choice(cell, length, batch_size, hidden_size, device)
+            tick(place)
+        return Measured(rows, {"auto chose": chosen, "left out, more states than most_states": left_out})
+
+    def references(self, point: Point) -> dict[str, str]:
+        return {} if is_grid(point) else super().references(point)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            if is_grid(point):
+                place, worst = worst_of(point)
+                what = f"{point.at['case']}: auto over torch.nn, whole step, at the worst shape"
+                lines.append(Comparison(Target(what, "x", wanted()["grid"]), worst, place))
+                continue
+            for phase, least in of_case(point).items():
+                text = "whole step" if phase == "step" else phase
+                target = Target(f"{point.facts['shape']}: {text} over torch.nn's", "x", least)
+                lines.append(Comparison(target, ratio(point, OURS, phase), label(OURS)))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines = []
+        for point in result.points:
+            if is_grid(point):
+                speeds = [spread(row.values).median for row in point.rows if row.quantity == RATIO]
+                least = wanted()["grid"]
+                lost = sum(speed < least for speed in speeds)
+                lines.append(
+                    f"- {point.at['case']}: {len(speeds)} shapes, {lost} below {least} x, median "
+                    f"{spread(speeds).median:.2f} x, best {max(speeds):.1f} x"
+                )
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        speeds = [point for point in result.points if not is_grid(point)]
+        grids = [point for point in result.points if is_grid(point)]
+        drawing, (cases, shapes) = charts.panels(titled(result), 2, width=13)
+        for index, phase in enumerate(("backward", "step")):
+            places = [place + 0.25 * (index - 0.5) for place in range(len(speeds))]
+            text = "whole step" if phase == "step" else phase
+            charts.points_with_spread(cases, places, [ratio(point, OURS, phase) for point in speeds], text, index)
+            for where, point in zip(places, speeds, strict=True):
+                if (least := of_case(point).get(phase)) is not None:
+                    cases.hlines(least, where - 0.1, where + 0.1, color=charts.COLOURS[index], linewidth=3, alpha=0.5)
+        cases.plot([], [], color=charts.GREY, linewidth=3, alpha=0.6, label="wanted at least")
+        cases.set_xticks(range(len(speeds)), [p.facts["shape"] for p in speeds], fontsize=7, rotation=20, ha="right")
+        cases.set_ylabel("speedup over torch.nn (x)")
+        for index, point in enumerate(grids):
+            rows = [row for row in point.rows if row.quantity == RATIO]
+            values = sorted((row.spread for row in rows), key=lambda value: value.median)
+            charts.points_with_spread(shapes, list(range(len(values))), values, str(point.at["case"]), index)
+        shapes.axhline(wanted()["grid"], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
+        shapes.set_xlabel("shapes (T, B, H) of the grid, by speed")
+        shapes.set_ylabel('whole step with solver="auto" over torch.nn (x)')
+        for axes in (cases, shapes):
+            axes.set_yscale("log")
+            charts.plain_numbers(axes.yaxis)
+            charts.even_line(axes, "torch.nn")
+            axes.legend(fontsize=8)
+        charts.save(drawing, path)
+
+
+def wanted() -> dict[str, Any]:
+    """What the scan over time is to reach."""
+    return paper("bppsa").targets
+
+
+def of_case(point: Point) -> dict[str, float]:
+    """The least speeds over torch.nn by phase, for a point's case."""
+    least: dict[str, float] = wanted()["layers"].get(point.at["case"], {})
+    return least
+
+
+def layer(cell: str, hidden_size: int, seed: int, device: torch.device) -> nn.RNNBase:
+    """A recurrent layer with as many inputs as hidden units."""
+    torch.manual_seed(seed)
+    module: nn.RNNBase = CELLS[cell](hidden_size, hidden_size)
+    return module.to(device)
+
+
+def auto_choice(cell: str, length: int, batch_size: int, hidden_size: int, device: torch.device) -> str:
+    """The solver that "auto" takes for a layer of that shape."""
+    inputs = torch.empty(length, batch_size, hidden_size, device=device)
+    solver = choose_solver(OURS, "RNN_TANH" if cell == "RNN" else cell, inputs, inputs[:1])
+    return "torch's own" if solver is None else str(solver)
+
+
+def steps_that_take(milliseconds: float, loop: LayerLoop) -> int:
+    """How many steps take about so long, at least 1 and at most 50."""
+    loop.step()
+    started = time.perf_counter()
+    loop.block(1)
+    per_step_ms = (time.perf_counter() - started) * 1e3
+    return max(1, min(50, round(milliseconds / per_step_ms)))
+
+
+def is_grid(point: Point) -> bool:
+    return any(row.quantity == RATIO for row in point.rows)
+
+
+def worst_of(point: Point) -> tuple[str, Spread]:
+    """The shape at which `auto` gains least."""
+    rows = [row for row in point.rows if row.quantity == RATIO]
+    worst = min(rows, key=lambda row: row.spread.median)
+    return worst.variant, worst.spread

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from retime.recipes.core.measure import Spread
+from retime.foundations.measure import Spread
 from retime.schedules import COLOURS as COLOURS
 
 GREY = "#888888"

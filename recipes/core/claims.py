@@ -1,8 +1,19 @@
-"""Published numbers and our own targets as data, so that a report can put each beside what was measured."""
+"""Numbers that papers state or that we set ourselves, as data, so that a report can put each beside what was measured.
 
-from dataclasses import dataclass
+Recipes compare with a :class:`Claim` or a :class:`Target`. All of a paper's claims are :class:`Published`, from the
+`claims.yaml` beside its recipes: place, value, what would confirm it, our evidence. They stand in the paper's order and
+are numbered without a gap. Each has one kind of evidence: a recorded `result` and how it is read, `tests` where there
+is nothing to measure, hardware that it `needs`, or what is `missing`.
+"""
 
-from retime.recipes.core.measure import Spread, spread
+import importlib.resources
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from retime.foundations.measure import Spread, spread
 
 CLOSE = 0.25
 """A simulated number holds within this share of the published one, of a speedup if its gain does."""
@@ -85,3 +96,219 @@ def show(value: Spread, unit: str) -> str:
         return amount(value.median, unit)
     low, high = (amount(edge, unit).rsplit(" ", 1)[0] for edge in (value.low, value.high))
     return f"{amount(value.median, unit)} ({low} to {high})"
+
+
+PACKAGES = ("fusion", "cpuacc", "modnn", "bppsa", "ooo")
+"""Folders of `retime.recipes` that have a `claims.yaml`, in the order of the page."""
+KINDS = ("measured", "counted", "emulated", "simulated")
+TRENDS = ("rises", "falls", "constant")
+
+
+@dataclass
+class Check:
+    """What confirms a claim; several fields hold together.
+
+    Args:
+        within: share of the paper's value by which ours may differ; of a speedup's gain, if the unit is x.
+        at_least: bound that all values reach.
+        at_most: bound that no value passes.
+        trend: how values go along `Reading.over`: rises, falls or constant (within `within` of their mean).
+    """
+
+    within: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    trend: str | None = None
+
+
+@dataclass
+class Reading:
+    """How values are read from a result. Without a field set, they are the recipe's own comparisons with this claim.
+
+    Args:
+        lines: parts of a comparison's `where`, `what` and `note`; without `where` and `what` those with this claim.
+        ratio: two variants, how many times faster the second is.
+        difference: two variants, the first less the second.
+        row: a variant whose values are taken as they are.
+        quantity: of `ratio`, `difference` and `row`.
+        fact: a number among a point's facts.
+        at: the points that count; by default all.
+        over: for a trend, the axis or fact by which points are sorted.
+        order: names along that axis, where they are no numbers; points with others do not count.
+        over_row: for a trend, variant and quantity by whose median points are sorted.
+    """
+
+    lines: dict[str, str] = field(default_factory=dict)
+    ratio: list[str] = field(default_factory=list)
+    difference: list[str] = field(default_factory=list)
+    row: str = ""
+    quantity: str = "step"
+    fact: str = ""
+    at: dict[str, Any] = field(default_factory=dict)
+    over: str = ""
+    order: list[str] = field(default_factory=list)
+    over_row: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Published:
+    """One claim of a paper.
+
+    Args:
+        number: within the paper; claims of one figure or sentence share it.
+        id: short name, unique in the paper.
+        where: figure, table, equation, algorithm or section.
+        what: the quantity, or the statement where there is no number.
+        unit: of `value`; x for ratios.
+        value: the paper's number.
+        derived: how `value` follows from printed numbers, if it is not printed itself.
+        check: what confirms it.
+        result: folder of the evidence, below `results/`.
+        read: how values are read from it.
+        kind: of the evidence, if its result does not say so: measured, counted, emulated or simulated.
+        size: what was measured, and the paper's size where it differs.
+        why: why it does not hold, one sentence.
+        note: what a reader has to know in any case.
+        instead: what was measured in place of what the claim is of; values then refute it or leave it undecided.
+        beside: whether the row is not the paper's claim but ours beside it, as of a stronger peer; counts leave it out.
+        tests: file that tests what has no number.
+        needs: hardware that a check takes.
+        command: runs it there.
+        missing: what is not built, or not recorded, and whether it could be.
+    """
+
+    number: int
+    id: str
+    where: str
+    what: str
+    unit: str = ""
+    value: float | None = None
+    derived: str = ""
+    check: Check = field(default_factory=Check)
+    result: str = ""
+    read: Reading = field(default_factory=Reading)
+    kind: str = ""
+    size: str = ""
+    why: str = ""
+    note: str = ""
+    instead: str = ""
+    beside: bool = False
+    tests: str = ""
+    needs: str = ""
+    command: str = ""
+    missing: str = ""
+
+
+@dataclass
+class Finding:
+    """What we found in a paper, and the claims whose rows support it."""
+
+    text: str
+    claims: list[str]
+
+
+@dataclass
+class Paper:
+    """A paper with its claims.
+
+    Args:
+        paper: its folder below `results/`.
+        letter: in front of the claims' numbers.
+        authors: with the year.
+        title: of the paper.
+        code: by kind of evidence, the folders whose code ran; commits that touch them make a result stale.
+        sizes: by result, what was measured there and the paper's size.
+        findings: what we found in the paper.
+        claims: in the paper's order.
+        numbers: others that recipes compare with, by name: fields of a :class:`Claim`; unless given, the unit is x and
+            the source is this paper.
+        tables: printed ones, by name, that recipes compute from.
+        targets: what this project wants to reach, by name: fields of a :class:`Target`, or values by case.
+    """
+
+    paper: str
+    letter: str
+    authors: str
+    title: str
+    code: dict[str, list[str]]
+    sizes: dict[str, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    claims: list[Published] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    tables: dict[str, Any] = field(default_factory=dict)
+    targets: dict[str, Any] = field(default_factory=dict)
+
+    def claim(self, name: str) -> Claim:
+        """The claim or number `name` as recipes compare with it; KeyError if it is not there or has no value."""
+        if name in self.numbers:
+            return Claim(**{"paper": self.paper, "unit": "x", **self.numbers[name]})
+        for claim in self.claims:
+            if claim.id == name and claim.value is not None:
+                return as_claim(self, claim)
+        raise KeyError(f"{self.paper} has no claim {name!r} with a value")
+
+    def target(self, name: str) -> Target:
+        """The target `name`; KeyError if it is not there."""
+        return Target(**{"unit": "x", **self.targets[name]})
+
+
+def as_claim(paper: Paper, published: Published) -> Claim:
+    """A published number as recipes compare with it; ValueError if it has none."""
+    if published.value is None:
+        raise ValueError(f"{paper.paper}, {published.id}: has no value")
+    return Claim(paper.paper, published.where, published.unit, published.value, published.what)
+
+
+@cache
+def paper(package: str) -> Paper:
+    """Read `retime/recipes/<package>/claims.yaml`.
+
+    Raises:
+        omegaconf.errors.OmegaConfBaseException: an unknown key or a value of another type.
+        ValueError: numbers with a gap, an id twice, or a claim whose evidence is none or more than one of its kinds.
+    """
+    file = importlib.resources.files("retime.recipes") / package / "claims.yaml"
+    schema = OmegaConf.structured(Paper)
+    text = OmegaConf.create(file.read_text(encoding="utf-8"))
+    read: Any = OmegaConf.to_object(OmegaConf.merge(schema, text))
+    assert isinstance(read, Paper)
+    check(read)
+    return read
+
+
+def check(paper: Paper) -> None:
+    """ValueError if claims are numbered with a gap, named twice, or do not say how they are checked."""
+    numbers = list(dict.fromkeys(claim.number for claim in paper.claims))
+    if numbers != list(range(1, len(numbers) + 1)):
+        raise ValueError(f"{paper.paper}: claims are numbered {numbers}; number them 1, 2, 3 ... without a gap")
+    seen: set[str] = set()
+    for claim in paper.claims:
+        where = f"{paper.paper}, claim {claim.id}"
+        if claim.id in seen:
+            raise ValueError(f"{where}: stands there twice")
+        seen.add(claim.id)
+        evidence = [name for name in ("result", "tests", "needs", "missing") if getattr(claim, name)]
+        if len(evidence) != 1:
+            raise ValueError(f"{where}: give one of result, tests, needs and missing; it has {evidence or 'none'}")
+        bounds = [b for b in (claim.check.within, claim.check.at_least, claim.check.at_most) if b is not None]
+        if claim.result and not bounds and claim.check.trend is None:
+            raise ValueError(f"{where}: say in check what would confirm it: within, at_least, at_most or trend")
+        if claim.check.trend not in (None, *TRENDS):
+            raise ValueError(f"{where}: trend is one of {', '.join(TRENDS)}, not {claim.check.trend}")
+        if claim.kind and claim.kind not in KINDS:
+            raise ValueError(f"{where}: kind is one of {', '.join(KINDS)}, not {claim.kind}")
+        if claim.needs and not claim.command:
+            raise ValueError(f"{where}: needs {claim.needs}: give the command that checks it there")
+    for finding in paper.findings:
+        if unknown := sorted(set(finding.claims) - seen):
+            raise ValueError(f"{paper.paper}: the finding {finding.text[:40]!r} names {unknown}, which are no claims")
+
+
+def claim_of(package: str, name: str) -> Claim:
+    """The claim `name` of a paper as its recipes compare with it."""
+    return paper(package).claim(name)
+
+
+def target_of(package: str, name: str) -> Target:
+    """The target `name` of a paper's recipes."""
+    return paper(package).target(name)

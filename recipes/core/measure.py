@@ -14,9 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from retime.foundations.measure import Clock, Spread, speedup, spread
-
-__all__ = ["PhaseClock", "Spread", "interleave", "middle_step", "pinned", "speedup", "spread"]
+from retime.foundations.measure import Clock
 
 T = TypeVar("T")
 

@@ -18,10 +18,10 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from retime.recipes.core import machine, tables
+from retime.recipes.core import machine
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import pinned
-from retime.recipes.core.results import FILE, Point, Result, Row, load
+from retime.recipes.core.results import FILE, Point, Result, Row, label_of, load, show
 from retime.recipes.core.schema import OUTPUTS, RECORDED, Settings
 
 S = TypeVar("S", bound=Settings)
@@ -98,7 +98,7 @@ class Recipe(ABC, Generic[S]):
 
     def show(self, result: Result, console: Console) -> None:
         """Print the result for somebody at a terminal."""
-        tables.show(result, self.quantity, self.compare(result), self.notes(result), self.references, console)
+        show(result, self.quantity, self.compare(result), self.notes(result), self.references, console)
 
     @property
     def all_axes(self) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ class Recipe(ABC, Generic[S]):
             _refuse_changes(settings, here["commit"])
             whole = bar.add_task(settings.name, total=len(wanted))
             for at in wanted:
-                label = tables.label_of(at)
+                label = label_of(at)
                 name = f"{settings.name} {label}".rstrip()
                 fingerprint = {**common, **self.detail(settings, at)}
                 old = result.find(at)
@@ -248,3 +248,9 @@ def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     # once a second: drawing is work for a core that ranks of the recipe train on
     return Progress(*columns, console=console, refresh_per_second=1)
+
+
+class SimulatedRecipe(Recipe[S]):
+    """A recipe whose result says that it is simulated."""
+
+    simulated = True

@@ -1,13 +1,23 @@
-"""What a recipe leaves behind: one `result.json` a folder, a list of measured points that grows as they finish."""
+"""What a recipe leaves behind, one `result.json` a folder, and what is said of it on terminals, charts and pages.
+
+A result is a list of measured points that grows as they finish. Of points reports say the machine's name, sizes, and
+how many times faster one variant is; tables have a point's variants, or the paper's numbers beside ours.
+"""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
-from retime.recipes.core.measure import Spread, spread
+from rich.console import Console
+from rich.table import Table
+
+from retime.foundations.measure import Spread, speedup, spread
+from retime.recipes.core.claims import Comparison
+from retime.recipes.core.claims import show as with_spread
 
 FORMAT = 1
 FILE = "result.json"
@@ -66,9 +76,25 @@ class Point:
     def has(self, variant: str, quantity: str) -> bool:
         return any(row.variant == variant and row.quantity == quantity for row in self.rows)
 
+    def spread(self, variant: str, quantity: str) -> Spread:
+        """Median and quartiles of one quantity of one variant."""
+        return spread(self.values(variant, quantity))
+
+    def median(self, variant: str, quantity: str) -> float:
+        """The median round of one quantity of one variant."""
+        return self.spread(variant, quantity).median
+
+    def speedup(self, reference: str, variant: str, quantity: str) -> Spread:
+        """The reference's quantity over the variant's, round by round: of times, how many times faster it is."""
+        return speedup(self.values(reference, quantity), self.values(variant, quantity))
+
     def variants(self, quantity: str) -> list[str]:
         """The variants measured for one quantity, in the order they were measured."""
         return [row.variant for row in self.rows if row.quantity == quantity]
+
+    def fastest(self, variants: Iterable[str], quantity: str) -> str | None:
+        """The one of these variants with the smallest median of a time; None if there are none."""
+        return min(variants, key=lambda variant: self.median(variant, quantity), default=None)
 
 
 @dataclass
@@ -108,3 +134,120 @@ def load(path: Path) -> Result:
         raise ValueError(f"{path} has layout {data.get('format')!r}; this version reads {FORMAT}. Measure it again.")
     data["points"] = [Point(**{**point, "rows": [Row(**row) for row in point["rows"]]}) for point in data["points"]]
     return Result(**data)
+
+
+def ratio(point: Point, reference: str | None, variant: str, quantity: str = "step") -> Spread | None:
+    """How many times faster `variant` is than `reference`; None if one of them was not measured."""
+    if reference is None or not point.has(reference, quantity) or not point.has(variant, quantity):
+        return None
+    return point.speedup(reference, variant, quantity)
+
+
+_SIZES = {
+    "image_size": "{} px",
+    "width": "width {}",
+    "layers": "{} layers",
+    "hidden_size": "hidden size {}",
+    "tokens": "{} tokens",
+    "batch_size": "batch {}",
+}
+"""What a title says of the sizes among a point's settings, in this order."""
+_BATCH_AXES = {"B", "batch_size", "images"}
+LONGEST_LINE, MOST_NAMED = 75, 4
+
+
+def titled(result: Result, more: str = "") -> str:
+    """A chart's title: what it is, with `more` if there is any, and below it where that was measured and its sizes."""
+    below = "; ".join(filter(None, (hardware_line(result), sizes(result))))
+    return f"{result.title}{f', {more}' if more else ''}\n{fill(below, LONGEST_LINE)}"
+
+
+def sizes(result: Result) -> str:
+    """Sizes of images, networks and batches, as settings say: `64 px, width 0.5 (VGG-16), batch 8 to 32`.
+
+    Nothing of a simulation: what it takes from its settings differs from point to point.
+    """
+    if result.simulated:
+        return ""
+    values: dict[str, dict[float, list[str]]] = {key: {} for key in _SIZES}
+    names = [", ".join(str(value) for value in point.at.values() if isinstance(value, str)) for point in result.points]
+    for name, point in zip(names, result.points, strict=True):
+        for key, value in _sizes_in(point.settings).items():
+            if key != "batch_size" or not _BATCH_AXES & point.at.keys():
+                values[key].setdefault(value, []).append(name)
+    words = []
+    for key, text in _SIZES.items():
+        if not values[key]:
+            continue
+        named = {value: list(dict.fromkeys(of)) for value, of in values[key].items() if set(of) != set(names)}
+        if len(values[key]) > 2 or sum(map(len, named.values())) > MOST_NAMED:
+            ends = dict.fromkeys(f"{end(values[key]):g}" for end in (min, max))
+            words.append(text.format(" to ".join(ends)))
+        else:
+            of_some = {value: f" ({', '.join(of)})" for value, of in named.items()}
+            words += [text.format(f"{value:g}") + of_some.get(value, "") for value in values[key]]
+    return ", ".join(words)
+
+
+def _sizes_in(settings: dict[str, Any]) -> dict[str, float]:
+    """The sizes by name; those of a case, a network or data inside take the place of the settings' own."""
+    found = {
+        key: value for key, value in settings.items() if key in _SIZES and isinstance(value, int | float) and value
+    }
+    for value in settings.values():
+        found |= _sizes_in(value) if isinstance(value, dict) else {}
+    return found
+
+
+def hardware_line(result: Result) -> str:
+    """Name of the first point's machine, for a chart's title; emulated networks and simulations are named."""
+    if result.simulated:
+        return "simulated"
+    hardware = result.points[0].hardware
+    chosen = result.points[0].settings.get("hardware", {})
+    cores = chosen.get("cores") or hardware.get("cores")
+    name = hardware.get("accelerator", hardware.get("processor", "unknown machine"))
+    words = [name, *([f"{cores} core{'s' if str(cores) != '1' else ''}"] if cores else [])]
+    return ", ".join([*words, *(["emulated network"] if chosen.get("name") == "emulated" else [])])
+
+
+def show(
+    result: Result,
+    quantity: str,
+    comparisons: Sequence[Comparison],
+    notes: Sequence[str],
+    references: Callable[[Point], dict[str, str]],
+    console: Console,
+) -> None:
+    """Print the comparisons, one table a point with `quantity` and its ratios, and the notes."""
+    for point in result.points:
+        console.print(values(point, quantity, references(point), label_of(point.at) or result.title))
+    if comparisons:
+        table = Table("source", "quantity", "published/wanted", "this machine", "remark", title=result.where)
+        for line in comparisons:
+            table.add_row(*line.cells())
+        console.print(table)
+    for note in notes:
+        console.print(note, highlight=False)
+
+
+def values(point: Point, quantity: str, references: dict[str, str], title: str) -> Table:
+    """A point's variants: the quantity's median and quartiles, and how many times faster than each reference."""
+    headings = {heading: name for heading, name in references.items() if point.has(name, quantity)}
+    table = Table("variant", quantity, *headings, title=title)
+    for row in point.rows:
+        if row.quantity == quantity:
+            ratios = [speedup(point.values(name, quantity), row.values) for name in headings.values()]
+            table.add_row(row.variant, with_spread(row.spread, row.unit), *(with_spread(r, "x") for r in ratios))
+    return table
+
+
+def label_of(at: dict[str, Any]) -> str:
+    """A point's place in words: `batch_size=4`."""
+    return " ".join(f"{key}={value}" for key, value in at.items())
+
+
+def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines]

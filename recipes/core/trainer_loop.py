@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import logging
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,13 +25,11 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass
 class Training:
-    """What one `fit` left: times between steps in ms, the losses, a digest of the final weights, the module itself."""
+    """What one `fit` left: times between steps in ms, the losses, a digest of the final weights."""
 
     step_ms: list[float]
     losses: list[float]
     weights: str
-    module: "Task"
-    seconds: float
     strategy: str
     peak_gradient_bytes: int = 0
     first_peak_gradient_bytes: int = 0
@@ -177,17 +174,13 @@ def train(
             num_sanity_val_steps=0,
         )
         torch.manual_seed(0)  # dropout draws the same in every variant, so that results can be compared bit by bit
-        started = time.perf_counter()
         trainer.fit(task, Loader(batches))
-        seconds = time.perf_counter() - started
     if watch is not None:
         watch.remove()
     return Training(
         step_ms=clock.step_ms(),
         losses=[float(loss) for loss in clock.losses],
         weights=digest(model),
-        module=task,
-        seconds=seconds,
         strategy=type(trainer.strategy).__name__,
         peak_gradient_bytes=watch.peak if watch else 0,
         first_peak_gradient_bytes=clock.first_peak,

@@ -6,11 +6,9 @@ from enum import StrEnum
 from itertools import combinations
 from math import inf
 
-from retime.recipes.core.claims import Claim, Comparison, Target
-from retime.recipes.core.measure import Spread, speedup, spread
-from retime.recipes.core.published import Check, Paper, Published, Reading, as_claim
-from retime.recipes.core.results import Point, Result
-from retime.recipes.core.tables import label_of
+from retime.foundations.measure import Spread, speedup, spread
+from retime.recipes.core.claims import Check, Claim, Comparison, Paper, Published, Reading, Target, as_claim
+from retime.recipes.core.results import Point, Result, label_of
 
 EXACT = 1e-9
 """Rounding of numbers that are written with few digits."""
@@ -197,7 +195,7 @@ def _from_point(how: Reading, point: Point) -> Spread | None:
 
 def _place(how: Reading, point: Point) -> float:
     if how.over_row:
-        return spread(point.values(how.over_row[0], how.over_row[1])).median
+        return point.median(how.over_row[0], how.over_row[1])
     if not how.over:
         return 0.0
     place = point.at.get(how.over, point.facts.get(how.over))

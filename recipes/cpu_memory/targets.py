@@ -13,15 +13,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from retime.foundations.measure import Spread, speedup
 from retime.foundations.workers import Worker, closing
 from retime.recipes.core import charts
 from retime.recipes.core.build import saved_batch
-from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import Spread, interleave, speedup, spread
-from retime.recipes.core.of_points import titled
-from retime.recipes.core.published import target_of
+from retime.recipes.core.claims import Comparison, Target, target_of
+from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, POOL, environment_of, environments_of
 from retime.recipes.cpu_memory.settings import AllocatorSettings
 from retime.recipes.cpu_memory.worker import Server
@@ -100,7 +99,7 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
             labels = point.variants(STEP)
             if best is None:
                 continue
-            speeds = {label: speedup(point.values(best, STEP), point.values(label, STEP)) for label in labels}
+            speeds = {label: point.speedup(best, label, STEP) for label in labels}
             charts.named(axes, speeds, [int(_is_ours(label)) for label in labels])
             charts.even_line(axes, best)
             axes.set_title(f"{point.at['case']}\n1 = {best}", fontsize=9)
@@ -111,7 +110,7 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
 def best_of(point: Point) -> str | None:
     """The plain step's fastest allocator that is not ours."""
     peers = [name for name in point.variants(STEP) if not _is_ours(name)]
-    return min(peers, key=lambda name: spread(point.values(name, STEP)).median, default=None)
+    return point.fastest(peers, STEP)
 
 
 def _is_ours(label: str) -> bool:
@@ -145,7 +144,7 @@ def _speed(point: Point, label: str, wanted: dict[str, float]) -> Iterator[Compa
     best = best_of(point)
     if best is None:
         return
-    ratio = speedup(point.values(best, STEP), point.values(label, STEP))
+    ratio = point.speedup(best, label, STEP)
     where = f"{point.at['case']}, over {best}"
     if "median" in wanted:
         yield Comparison(Target(label, "x", wanted["median"]), ratio, where)

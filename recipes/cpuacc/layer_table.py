@@ -10,16 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import speedup, spread
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Claim, Comparison
-from retime.recipes.core.measure import speedup, spread
-from retime.recipes.core.of_points import titled
-from retime.recipes.core.published import paper
+from retime.recipes.core.claims import Claim, Comparison, paper
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.cpuacc.layer_times import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import OnRanks, ask, cores, place
+from retime.recipes.cpuacc.worker import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE
 
 ALL, ALONE = "all layers", "backward alone"
 COLUMNS = {BRING: "GPU-to-CPU copy", ADD: "accumulation on CPUs", TAKE: "CPU-to-GPU copy"}
@@ -77,7 +75,7 @@ class LayerTable(OnRanks):
                     for label, milliseconds in zip(labels, times, strict=True):
                         what = f"AlexNet, 4 P100, {label}: {COLUMNS[quantity]}"
                         claim = Claim("Sekiyama et al. 2017", "Table 4", "ms", milliseconds, what)
-                        ours = spread(point.values(label, quantity))
+                        ours = point.spread(label, quantity)
                         lines.append(Comparison(claim, ours, f"{where}: {quantity}"))
         return lines
 
@@ -104,7 +102,7 @@ class LayerTable(OnRanks):
             labels = _layers(point)
             for index, quantity in enumerate((BACKWARD, BRING, ADD, TAKE, EXPOSED)):
                 places = [number + 0.14 * (index - 2) for number in range(len(labels))]
-                values = [spread(point.values(label, quantity)) for label in labels]
+                values = [point.spread(label, quantity) for label in labels]
                 charts.points_with_spread(axes, places, values, quantity, index)
                 if len(labels) == len(table[ADD]) and quantity in table:
                     theirs = [spread([time]) for time in table[quantity]]
@@ -121,9 +119,9 @@ class LayerTable(OnRanks):
 def exposure(point: Point) -> str:
     """What the point says of the paper's claim that a step waits for the last layer's sum only."""
     labels = _layers(point)
-    left = [label for label in labels if spread(point.values(label, EXPOSED)).median > 0]
+    left = [label for label in labels if point.median(label, EXPOSED) > 0]
     verdict = "no more than the paper's last layer" if left in ([], labels[-1:]) else "more than the paper's last layer"
-    work, whole = spread(_work(point)).median, spread(point.values(ALL, EXPOSED)).median
+    work, whole = spread(_work(point)).median, point.median(ALL, EXPOSED)
     return (
         f"bringing, adding up and taking back took {work:.2f} ms; exposed were {whole:.2f} ms with waits, of "
         f"{', '.join(left) or 'no layer'}: {verdict}"

@@ -1,7 +1,11 @@
-"""`cpuacc_memory`: what each way to add gradients up takes of a rank, and how many images fit in what it saves.
+"""What a rank's memory holds: `cpuacc_memory` for sums and images, `cpuacc_update` for the optimizer's state.
 
-The paper's gradients were accumulated in buffers on the devices, which the host's take the place of. Ranks on cores
-have one memory: here it is what gloo and DDP keep beside the gradients against a ring that all ranks share.
+Sums: what each way to add gradients up takes of a rank, and how many images fit in what it saves. The paper's gradients
+were accumulated in buffers on the devices, which the host's take the place of. Ranks on cores have one memory: here it
+is what gloo and DDP keep beside the gradients against a ring that all ranks share.
+
+State: once a machine against once a rank, and what a step takes. moDNN, section 6.2 (Chen et al. 2018), where the host
+applies the update. On processors the ranks of a machine divide it.
 """
 
 from __future__ import annotations
@@ -9,16 +13,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.measure import Spread, spread
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpuacc.settings import AccumulationSettings
-from retime.recipes.cpuacc.targets import OnRanks, ask, claim, cores, place
+from retime.recipes.cpuacc.targets import OnRanks, ask, claim, cores, place, target
+from retime.recipes.cpuacc.worker import GROWN, STATE, STEP
 
-GROWN = "grown by"
 MIB = 2**20
 
 
@@ -84,7 +87,7 @@ class Memory(OnRanks):
 
 def image_mib(few: Point, many: Point, label: str) -> float:
     """What an image more takes."""
-    more = spread(many.values(label, GROWN)).median - spread(few.values(label, GROWN)).median
+    more = many.median(label, GROWN) - few.median(label, GROWN)
     return more / float(many.at["images"] - few.at["images"])
 
 
@@ -101,3 +104,83 @@ def _pairs(result: Result) -> list[tuple[Point, Point]]:
         groups.setdefault((point.at["network"], point.at["ranks"]), []).append(point)
     ordered = [sorted(points, key=lambda point: int(point.at["images"])) for points in groups.values()]
     return [(points[0], points[-1]) for points in ordered if len(points) > 1]
+
+
+ZERO = "ddp, ZeroRedundancyOptimizer"
+"""torch's own way to divide the state, a strong peer: each rank updates its part and broadcasts the weights."""
+
+
+class Updates(OnRanks):
+    """A point a network and number of ranks. A round is a start of fresh processes."""
+
+    quantity = STEP
+
+    def references(self, point: Point) -> dict[str, str]:
+        first = point.variants(STEP)[0]
+        return {f"speed over {first}": first}
+
+    def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        by_quantity: dict[tuple[str, str], list[float]] = {}
+        weights: dict[str, set[str]] = {}
+        parameters = 0
+        for turn in range(settings.rounds):
+            for label, variant in settings.variants.items():
+                own = {"optimizer": variant["optimizer"]} if "optimizer" in variant else {}
+                strategy = {key: value for key, value in variant.items() if key != "optimizer"}
+                answers = ask(settings, at, tick, "held", strategy=strategy, **own)
+                for quantity, scale in ((STATE, MIB), (GROWN, MIB), (STEP, 1)):
+                    most = max(answer[quantity] for answer in answers)
+                    by_quantity.setdefault((quantity, label), []).append(round(most / scale, 4))
+                weights.setdefault(label, set()).update(answer["weights"] for answer in answers)
+                parameters = answers[0]["parameters"]
+                tick(f"{label}, start {turn + 1}")
+        units = {STATE: "MiB", GROWN: "MiB", STEP: "ms"}
+        rows = [Row(label, quantity, units[quantity], values) for (quantity, label), values in by_quantity.items()]
+        *_, ours = weights
+        same = [label for label, digests in weights.items() if digests == weights[ours] and len(digests) == 1]
+        return Measured(rows, {"parameters' bytes": parameters, "cores": cores(), "the same final weights": same})
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            theirs, *_, ours = point.variants(STEP)
+            share = [one / point.at["ranks"] for one in point.values(theirs, STATE)]
+            ratios = {
+                "share": speedup(point.values(ours, STATE), share),
+                "memory": point.speedup(ours, theirs, GROWN),
+                "speed": point.speedup(theirs, ours, STEP),
+            }
+            if point.has(ZERO, STEP):
+                ratios["zero-memory"] = point.speedup(ours, ZERO, GROWN)
+                ratios["zero-speed"] = point.speedup(ZERO, ours, STEP)
+            where = f"{place(point)}: {ours} over {theirs}"
+            lines += [Comparison(target(name), ratio, where) for name, ratio in ratios.items()]
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines = [
+            "Values are those of the rank with most; a start is a fresh start of all ranks. Memory is what a process "
+            "grew by until the end of a step, over what it was before the network was built. When the fit ends every "
+            "rank gets the whole state again, which is not in it. On more than two ranks gloo adds up in another order."
+        ]
+        for point in result.points:
+            mib = point.facts["parameters' bytes"] / MIB
+            lines.append(
+                f"- {place(point)} on {point.facts['cores']} cores: {mib:.0f} MiB of parameters; the same final "
+                f"weights: {', '.join(point.facts['the same final weights'])}"
+            )
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        quantities = ((STATE, "optimizer state of a rank (MiB)"), (GROWN, "a rank grows by (MiB)"), (STEP, "step (ms)"))
+        count = len(result.points) * len(quantities)
+        rows = len(result.points)
+        drawing, panels = charts.panels(titled(result), count, width=10.5, height=4.2 * rows, rows=rows)
+        places = [(point, *quantity) for point in result.points for quantity in quantities]
+        for axes, (point, quantity, text) in zip(panels, places, strict=True):
+            values = {label: point.values(label, quantity) for label in point.variants(quantity)}
+            charts.named(axes, {label: spread(kept) for label, kept in values.items()})
+            axes.set_ylim(0, 1.1 * max(map(max, values.values())))
+            axes.set_title(place(point), fontsize=9)
+            axes.set_ylabel(text)
+        charts.save(drawing, path)

@@ -12,13 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import speedup, spread
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Comparison
-from retime.recipes.core.measure import speedup, spread
-from retime.recipes.core.of_points import titled
-from retime.recipes.core.published import claim_of, target_of
+from retime.recipes.core.claims import Comparison, claim_of, target_of
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES, serve
 from retime.recipes.emulated import loopback, run_ranks
@@ -73,11 +71,9 @@ class Targets(CaseRecipe[AccumulationSettings]):
             if "case" not in point.at:
                 lines.append(f"- {point.at['ranks']} ranks, {point.at['MiB']} MiB: {point.facts['how']}")
                 continue
-            alone = spread(point.values(ALONE, STEP)).median
+            alone = point.median(ALONE, STEP)
             exposed = ", ".join(
-                f"{label} {spread(point.values(label, STEP)).median - alone:.0f}"
-                for label in point.variants(STEP)
-                if label != ALONE
+                f"{label} {point.median(label, STEP) - alone:.0f}" for label in point.variants(STEP) if label != ALONE
             )
             same = ", ".join(point.facts["the same final weights"])
             lines.append(f"- {point.at['case']}: exposed communication in ms: {exposed}; same final weights: {same}")
@@ -98,7 +94,7 @@ class Targets(CaseRecipe[AccumulationSettings]):
             axes.set_xticks(range(len(sums)), labels, fontsize=8)
             axes.set_ylabel("sums per second in shared memory\nagainst gloo (x)")
         for axes, point in zip(left, cases, strict=True):
-            charts.named(axes, {label: spread(point.values(label, STEP)) for label in point.variants(STEP)})
+            charts.named(axes, {label: point.spread(label, STEP) for label in point.variants(STEP)})
             axes.set_ylim(bottom=0)
             axes.set_title(f"{point.at['case']}, {point.facts['ranks']} ranks", fontsize=9)
             axes.set_ylabel("step (ms)")
@@ -145,12 +141,12 @@ def cores() -> int:
 def best_of(point: Point, beginning: str, quantity: str) -> str | None:
     """The fastest of the variants whose labels begin like this."""
     names = [name for name in point.variants(quantity) if name.startswith(beginning)]
-    return min(names, key=lambda name: spread(point.values(name, quantity)).median, default=None)
+    return point.fastest(names, quantity)
 
 
 def _of_sum(point: Point) -> list[Comparison]:
     where = f"{point.at['ranks']} ranks, {point.at['MiB']} MiB"
-    peer = min((GLOO, PIECES), key=lambda name: spread(point.values(name, SUM)).median)
+    peer = min((GLOO, PIECES), key=lambda name: point.median(name, SUM))
     host = point.values(HOST, SUM)
     same = float(point.facts["same bits"])
     return [
@@ -168,6 +164,6 @@ def _of_fit(point: Point) -> list[Comparison]:
         ("out-of-order", best["cpu_accumulate_ddp"], best["ooo_ddp on host"]),
     ):
         if before is not None and after is not None:
-            ratio = speedup(point.values(before, STEP), point.values(after, STEP))
+            ratio = point.speedup(before, after, STEP)
             lines.append(Comparison(target(wanted), ratio, f"{point.at['case']}: {after} over {before}"))
     return lines

@@ -1,4 +1,8 @@
-"""What the ranks of the accumulation recipes run: one of these functions, which a request's `do` names."""
+"""What the ranks of the accumulation recipes run: a function each, which a request's `do` names.
+
+Layer by layer (Sekiyama et al. 2017, Algorithms 5 to 7) backward passes have a sum a layer beside them, as DDP starts
+them: each tensor has a bucket of its own, so no layer waits for another one's.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,17 +19,108 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.foundations.workers import Answer, by_name
-from retime.mechanisms.cpu_accumulation import HostReducer
-from retime.recipes.core.build import CPU, build, build_batches, build_model
+from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, TimedSum
+from retime.recipes.core.build import CPU, build, build_batches, build_model, loss_of
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch, Run, Training, step_phases, train
-from retime.recipes.cpuacc.layer_times import QUANTITIES, LayerTimes
-from retime.recipes.cpuacc.rank_ordered import RANK_ORDERED
+from retime.recipes.cpuacc.naive import RANK_ORDERED, sum_in_order
 from retime.recipes.emulated.ranks import joined, tell
 from retime.recipes.ooo.worker import gradient_bytes
+
+BACKWARD, BRING, ADD, TAKE, WAIT, EXPOSED = "backward", "bring", "accumulate", "take back", "wait", "exposed"
+QUANTITIES = (BACKWARD, BRING, ADD, TAKE, WAIT, EXPOSED)
+_ONE_BYTE_MB = 1e-6
+
+
+class LayerTimes:
+    """Backward passes, with sums beside them or without; all ranks call the same.
+
+    Args:
+        model: its layers' own parameters are used in the order of its modules.
+        batch: inputs ``(B, ...)`` and targets ``(B,)``.
+
+    Attributes:
+        layers: name and number of parameters of each, in the order of the backward pass.
+        note: how sums are made.
+    """
+
+    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+        own = [(name, list(module.parameters(recurse=False))) for name, module in model.named_modules()]
+        own = [(name, parameters) for name, parameters in reversed(own) if parameters]
+        self.layers = [(name, sum(one.numel() for one in parameters)) for name, parameters in own]
+        self._bytes = [sum(one.nbytes for one in parameters) for _, parameters in own]
+        self._model = DistributedDataParallel(model, bucket_cap_mb=_ONE_BYTE_MB, gradient_as_bucket_view=True)
+        self._batch = batch
+        self._made: list[TimedSum] = []
+        reducer = HostReducer(watch=self._made.append)
+        self.note = reducer.note
+        self._reduction = BucketReduction(self._model, reducer)
+        self._backward()  # whose buckets hold several layers
+
+    def alone_ms(self) -> float:
+        """Milliseconds of a backward pass without sums."""
+        began = self._backward(sums=False)
+        return (time.perf_counter() - began) * 1e3
+
+    def beside_ms(self) -> dict[str, list[float]]:
+        """Milliseconds of each layer by quantity, as `of_pass` has them, of a backward pass with sums beside it."""
+        self._made.clear()
+        began = self._backward()
+        return of_pass(began, self._made, self._bytes)
+
+    def close(self) -> None:
+        """Give back what sums need."""
+        self._reduction.close()
+
+    def _backward(self, *, sums: bool = True) -> float:
+        self._model.zero_grad(set_to_none=False)
+        with nullcontext() if sums else self._model.no_sync():
+            loss = loss_of(self._model(self._batch[0]), self._batch[1])
+            dist.barrier()
+            began = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
+        return began
+
+
+def of_pass(began: float, made: Iterable[TimedSum], sizes: Sequence[int]) -> dict[str, list[float]]:
+    """Milliseconds of each layer, by quantity, from the sums of a backward pass.
+
+    A layer's backward time is that from the layer behind it to its own last gradient. What is exposed of a sum ran when
+    the last gradient was there, so that there was nothing left to hide behind.
+
+    Args:
+        began: the backward pass, as the sums' times of day.
+        made: the sums; a layer's follow one another, whatever their number.
+        sizes: bytes of each layer, in the order of the backward pass.
+
+    Raises:
+        ValueError: a bucket holds gradients of two layers, or sums went through gloo.
+    """
+    left = sorted(made, key=lambda one: one.given)
+    finished = left[-1].given
+    found: dict[str, list[float]] = {name: [] for name in QUANTITIES}
+    for size in sizes:
+        own: list[TimedSum] = []
+        while left and sum(one.bytes for one in own) < size:
+            own.append(left.pop(0))
+        if sum(one.bytes for one in own) != size:
+            raise ValueError("a bucket holds gradients of two layers: there are no layers to time")
+        times = [one.times for one in own if one.times is not None]
+        if len(times) < len(own):
+            raise ValueError("these ranks cannot share memory, so sums go through gloo, which does not tell its times")
+        found[BACKWARD].append((own[-1].given - began) * 1e3)
+        began = own[-1].given
+        found[BRING].append(sum(one.bring for one in times))
+        found[ADD].append(sum(one.add for one in times))
+        found[TAKE].append(sum(one.take for one in times))
+        found[WAIT].append(sum(one.wait for one in times))
+        found[EXPOSED].append(sum(max(0.0, one.ended - max(one.began, finished)) for one in own) * 1e3)
+    return found
+
 
 ALONE = "one rank alone"
 HOST, GLOO, PIECES, COPY = "shared memory", "gloo", "gloo, 4 pieces at once", "plain copy"
@@ -126,11 +222,7 @@ def sums(request: dict[str, Any]) -> dict[str, Any]:
 
 def _repeats(reducer: HostReducer, given: Tensor, repeats: int) -> bool:
     """Whether so many sums have the bits of adding up in the order of the ranks."""
-    every = [torch.empty_like(given) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, given)
-    expected = every[0]
-    for other in every[1:]:
-        expected.add_(other)
+    expected = sum_in_order(given)
     for _ in range(repeats):
         values = given.clone()
         reducer.start(0, values).wait()
@@ -142,9 +234,7 @@ def _repeats(reducer: HostReducer, given: Tensor, repeats: int) -> bool:
 def fits(request: dict[str, Any]) -> dict[str, Any]:
     """Median steps of fits under each strategy, interleaved, and of one rank alone; digests of the final weights."""
     model = build_model(request["model"], CPU, request["seed"])
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    steps = WARMUP_STEPS + 1 + request["steps"]
-    batches = build_batches(request["data"], request["batch_size"], steps * ranks)[rank::ranks]
+    batches = _batches(request, WARMUP_STEPS + 1 + request["steps"])
     weights: dict[str, str] = {}
 
     def block(label: str) -> float:
@@ -156,7 +246,7 @@ def fits(request: dict[str, Any]) -> dict[str, Any]:
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
     phases = {
         label: step_phases(partial(_fit, model, batches, request["optimizer"], strategy), WARMUP_STEPS)
-        for label, strategy in (request["variants"].items() if ranks > 1 else ())
+        for label, strategy in (request["variants"].items() if dist.get_world_size() > 1 else ())
     }
     return {"ms": times, "weights": weights, "gradient_bytes": gradient_bytes(model), "phases": phases}
 
@@ -167,12 +257,11 @@ def outputs(request: dict[str, Any]) -> dict[str, Any]:
     Those are the first strategy's, and torch's own sums in the order of the ranks. With the first seed each strategy
     trains twice.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     (held_out,) = build_batches(request["held_out"], request["held_out_size"], 1)
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in request["variants"]}
     for seed in range(request["seed"], request["seed"] + request["rounds"]):
         model = build_model(request["model"], CPU, seed)
-        batches = build_batches(request["data"], request["batch_size"], request["steps"] * ranks)[rank::ranks]
+        batches = _batches(request, request["steps"])
 
         def fit(strategy: dict[str, Any], model: nn.Module = model, batches: list[Batch] = batches) -> CheckedOutputs:
             checks = CheckedOutputs(request["check_every"], held_out)
@@ -200,8 +289,7 @@ def _apart(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
 
 def layers(request: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of each layer's backward pass and of the parts of its sum beside it; of a backward pass alone."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    batch = build_batches(request["data"], request["batch_size"], ranks)[rank]
+    (batch,) = _batches(request, 1)
     network = LayerTimes(build_model(request["model"], CPU, request["seed"]), batch)
     alone: list[float] = []
     beside: dict[str, list[list[float]]] = {quantity: [] for quantity in QUANTITIES}
@@ -219,8 +307,7 @@ def layers(request: dict[str, Any]) -> dict[str, Any]:
 
 def resident(request: dict[str, Any]) -> dict[str, Any]:
     """Bytes by which this process grew, at its peak, in a fit; for a process that has run nothing before."""
-    ranks = dist.get_world_size()
-    batches = build_batches(request["data"], request["batch_size"], request["steps"] * ranks)[dist.get_rank() :: ranks]
+    batches = _batches(request, request["steps"])
     before = status_bytes("VmRSS")
     model = build_model(request["model"], CPU, request["seed"])
     probe = MemoryProbe(CPU)
@@ -232,15 +319,19 @@ def resident(request: dict[str, Any]) -> dict[str, Any]:
 
 def held(request: dict[str, Any]) -> dict[str, Any]:
     """Bytes of state and of memory of this rank in a fit, and a median step; for a process that has run nothing."""
-    ranks = dist.get_world_size()
-    steps = WARMUP_STEPS + 1 + request["steps"]
-    batches = build_batches(request["data"], request["batch_size"], steps * ranks)[dist.get_rank() :: ranks]
+    batches = _batches(request, WARMUP_STEPS + 1 + request["steps"])
     before = status_bytes("VmRSS")
     model = build_model(request["model"], CPU, request["seed"])
     most = HeldState()
     done = _fit(model, batches, request["optimizer"], request["strategy"], most)
     answer = {STATE: most.state, GROWN: most.resident - before, STEP: statistics.median(done.step_ms[WARMUP_STEPS:])}
     return {**answer, "weights": done.weights, "parameters": gradient_bytes(model)}
+
+
+def _batches(request: dict[str, Any], count: int) -> list[Batch]:
+    """So many batches, this rank's."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return build_batches(request["data"], request["batch_size"], count * ranks)[rank::ranks]
 
 
 def _timed(do: Callable[[], Any]) -> float:

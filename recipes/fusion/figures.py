@@ -1,33 +1,176 @@
-"""The optimizer-fusion paper's figures and tables (Jiang et al. 2021): one recipe class each.
+"""The optimizer-fusion paper's figures and tables (Jiang et al. 2021): the bare loop's variants timed, a class each.
 
-`fusion_trainer` holds what runs inside a Lightning Trainer (targets, DDP), `fusion_memory` the memory recipe.
+`trainer` holds what runs inside a Lightning Trainer (targets, DDP), `memory` what is about memory. Figures
+4 and 5 have the paper's speedup formula (appendix C.2) fitted to measured step times:
+
+    s(b) = (b t_grad + t_opt) / (b t_grad + t_opt - t_saved)
+
+b is the batch size, t_grad forward and backward per sample, t_opt the optimizer, t_saved what fusion saves; all in ms.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Claim, Comparison, amount
-from retime.recipes.core.measure import Spread, speedup, spread
-from retime.recipes.core.of_points import ratio, titled
-from retime.recipes.core.results import Point, Result
-from retime.recipes.fusion import claims
-from retime.recipes.fusion.fit import SpeedupFit, fit_speedup
+from retime.recipes.core.build import KernelUnavailable, build_batches, build_model
+from retime.recipes.core.claims import Claim, Comparison, amount, claim_of, paper
+from retime.recipes.core.measure import interleave
+from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.results import Point, Result, phase_rows, ratio, titled
 from retime.recipes.fusion.settings import FusionSettings
-from retime.recipes.fusion.step_times import (
-    LIKE_THE_PAPER,
-    OURS,
-    StepTimes,
-    difference,
-    label,
-    like_the_paper,
-    measured,
-    strongest_peer,
+from retime.recipes.fusion.variants import PHASES, VARIANTS, BareLoop, choose_variants, kernel_flags
+from retime.recipes.models import parameter_count, parameters_per_layer
+
+PAPER = "optimizer-fusion"
+claim = partial(claim_of, "fusion")
+_TABLE_2 = (
+    *(("ms", "baseline"), ("ms", "forward-fusion"), ("ms", "backward-fusion")),
+    *(("x", "forward-fusion speedup"), ("x", "backward-fusion speedup")),
 )
-from retime.recipes.fusion.variants import PHASES
+
+
+def table_2() -> dict[str, list[Claim]]:
+    """Table 2, a row a machine: three step times, and the speedups of forward- and backward-fusion."""
+    return {
+        machine: [
+            Claim(PAPER, "Table 2", unit, value, f"{machine}, {what}")
+            for value, (unit, what) in zip(row, _TABLE_2, strict=True)
+        ]
+        for machine, row in paper("fusion").tables["table-2"].items()
+    }
+
+
+@dataclass(frozen=True)
+class SpeedupFit:
+    """The fitted times in ms (`saved_ms` by variant), and the worst relative error of a fitted speedup."""
+
+    grad_ms: float
+    opt_ms: float
+    saved_ms: dict[str, float]
+    worst_error: float
+
+    def baseline_ms(self, batch_size: float) -> float:
+        return batch_size * self.grad_ms + self.opt_ms
+
+    def speedup(self, variant: str, batch_size: float) -> float:
+        """s(b) of one variant."""
+        whole = self.baseline_ms(batch_size)
+        return whole / (whole - self.saved_ms[variant])
+
+
+def fit_speedup(
+    batch_sizes: Sequence[int], baseline_ms: Sequence[float], fused_ms: Mapping[str, Sequence[float]]
+) -> SpeedupFit:
+    """Least squares over the baseline's and all fused variants' step times, which share t_grad and t_opt.
+
+    The step times are linear in the unknowns; each equation is divided by its measured time, so that a relative error
+    counts alike at every batch size.
+
+    Raises:
+        ValueError: fewer than two batch sizes, from which slope and offset cannot be told apart.
+    """
+    if len(set(batch_sizes)) < 2:
+        raise ValueError(f"the formula needs at least two batch sizes, not {list(batch_sizes)}")
+    names = list(fused_ms)
+    equations, wanted = [], []
+    for column, times in enumerate([baseline_ms, *fused_ms.values()]):
+        for size, milliseconds in zip(batch_sizes, times, strict=True):
+            saved = [-1.0 if column == index + 1 else 0.0 for index in range(len(names))]
+            equations.append(np.array([float(size), 1.0, *saved]) / milliseconds)
+            wanted.append(1.0)
+    solution, *_ = np.linalg.lstsq(np.array(equations), np.array(wanted), rcond=None)
+    grad, opt, *saved_all = (float(value) for value in solution)
+    fit = SpeedupFit(grad, opt, dict(zip(names, saved_all, strict=True)), 0.0)
+    errors = [
+        abs(fit.speedup(name, size) * fused / whole - 1)
+        for name in names
+        for size, whole, fused in zip(batch_sizes, baseline_ms, fused_ms[name], strict=True)
+    ]
+    return SpeedupFit(grad, opt, fit.saved_ms, max(errors, default=0.0))
+
+
+OURS = ("retime_backward", "retime_forward")
+LIKE_THE_PAPER = ("retime_backward_default", "retime_forward_default")
+"""Ours with the baseline's kernel: what the paper compares. With the best kernel, two effects mix."""
+
+
+class StepTimes(Recipe[FusionSettings]):
+    """A recipe whose points are step times of the variants, with the model, optimizer and batch size of the point."""
+
+    def turns(self, settings: FusionSettings) -> int | None:
+        return len(settings.variants)
+
+    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        """Milliseconds of each phase and of the whole step, a value a round, for every variant that exists here."""
+        device, named = torch.device(settings.hardware.device), self.detail(settings, at)
+        model, optimizer = named.get("model", settings.model), named.get("optimizer", settings.optimizer)
+        size = at.get("batch_size", settings.batch_size)
+        if size is None:
+            raise ValueError("this experiment needs batch_size=<number of samples>")
+        (batch,) = build_batches(settings.data, size, 1, device)
+        loops: dict[str, BareLoop] = {}
+        facts: dict[str, Any] = {}
+        for name, variant in choose_variants(settings.variants).items():
+            plain_name = name.removesuffix("_default")
+            if plain_name != name and kernel_flags("best", optimizer, device) == {} and plain_name in loops:
+                facts[f"{name} left out"] = f"the same as {plain_name}: this optimizer has no fused kernel here"
+                continue
+            try:
+                loops[name] = BareLoop(variant, build_model(model, device, settings.seed), batch, optimizer)
+            except KernelUnavailable as reason:
+                facts[f"{name} left out"] = str(reason)
+        blocks = {name: partial(loop.block, settings.steps) for name, loop in loops.items()}
+        times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
+        some = next(iter(loops.values())).model
+        facts["parameters"] = parameter_count(some)
+        facts["parameters per layer"] = round(parameters_per_layer(some))
+        for name, loop in loops.items():
+            if loop.wired.report is not None:
+                facts[f"{name} reports"] = loop.wired.report().one_line
+        return Measured(phase_rows(times, (*PHASES, "step")), facts)
+
+    def references(self, point: Point) -> dict[str, str]:
+        peer = strongest_peer(point)
+        found = {"speed over the default optimizer": "baseline"}
+        if peer and peer != "baseline":
+            found[f"speed over the strongest peer ({peer})"] = peer
+        return {**found, "speed over the bound (no_update)": "no_update"}
+
+
+def strongest_peer(point: Point) -> str | None:
+    """The fastest of the ways torch offers today."""
+    peers = [name for name in point.variants("step") if name in VARIANTS and VARIANTS[name].peer]
+    return point.fastest(peers, "step")
+
+
+def like_the_paper(point: Point, mode: str) -> str:
+    """The variant that stands for the paper's `mode`-fusion: the baseline's kernel if it was measured apart."""
+    name = f"retime_{mode}_default"
+    return name if point.has(name, "step") else f"retime_{mode}"
+
+
+def measured(point: Point, variant: str, quantity: str) -> Spread | None:
+    """Median and quartiles of one quantity; None if it was not measured."""
+    return point.spread(variant, quantity) if point.has(variant, quantity) else None
+
+
+def difference(point: Point, one: tuple[str, str], other: tuple[str, str]) -> Spread | None:
+    """Spread of the per-round difference of two quantities, each a variant and a quantity."""
+    if not point.has(*one) or not point.has(*other):
+        return None
+    return spread([a - b for a, b in zip(point.values(*one), point.values(*other), strict=True)])
+
+
+def label(variant: str) -> str:
+    """A variant's name for people."""
+    return VARIANTS[variant].label if variant in VARIANTS else variant
 
 
 class Breakdown(StepTimes):
@@ -38,17 +181,17 @@ class Breakdown(StepTimes):
         backward = like_the_paper(point, "backward")
         growth = difference(point, (backward, "backward"), ("baseline", "backward"))
         return [
-            Comparison(claims.claim("figure-3-optimizer"), measured(point, "baseline", "optimizer")),
-            Comparison(claims.claim("figure-3-growth"), growth),
-            *compare_modes(point, claims.claim("figure-3-forward"), claims.claim("figure-3-backward")),
+            Comparison(claim("figure-3-optimizer"), measured(point, "baseline", "optimizer")),
+            Comparison(claim("figure-3-growth"), growth),
+            *compare_modes(point, claim("figure-3-forward"), claim("figure-3-backward")),
         ]
 
     def draw(self, result: Result, path: Path) -> None:
         (point,) = result.points
         drawing, axes = charts.figure(titled(result), height=4.8)
         names = point.variants("step")
-        bars = {label(name): {p: spread(point.values(name, p)).median for p in PHASES} for name in names}
-        totals = {label(name): spread(point.values(name, "step")) for name in names}
+        bars = {label(name): {p: point.median(name, p) for p in PHASES} for name in names}
+        totals = {label(name): point.spread(name, "step") for name in names}
         charts.stacked_bars(axes, bars, "one training step (ms)", totals)
         charts.save(drawing, path)
 
@@ -83,7 +226,7 @@ class BatchSizes(StepTimes):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
-        up_to = claims.claim("up-to")
+        up_to = claim("up-to")
         for mode in ("forward", "backward"):
             found = [(ratio(p, "baseline", like_the_paper(p, mode)), p) for p in result.points]
             best = max(((s, p) for s, p in found if s), key=lambda pair: pair[0].median, default=None)
@@ -190,16 +333,16 @@ class Machines(Breakdown):
             ratio(point, "baseline", forward),
             ratio(point, "baseline", backward),
         )
-        return [Comparison(c, m) for row in claims.table_2().values() for c, m in zip(row, ours, strict=True)]
+        return [Comparison(c, m) for row in table_2().values() for c, m in zip(row, ours, strict=True)]
 
     def draw(self, result: Result, path: Path) -> None:
         (point,) = result.points
         peer = strongest_peer(point)
-        names = [*(f"{machine}\n(paper)" for machine in claims.table_2()), "this machine\n(same kernel)"]
+        names = [*(f"{machine}\n(paper)" for machine in table_2()), "this machine\n(same kernel)"]
         names.append(f"this machine\n(against {peer})")
         drawing, axes = charts.figure(titled(result), width=10)
         for index, mode in enumerate(MODES):
-            published = [row[index - 2].value for row in claims.table_2().values()]
+            published = [row[index - 2].value for row in table_2().values()]
             ours = [ratio(point, "baseline", like_the_paper(point, mode)), ratio(point, peer, f"retime_{mode}")]
             shift, text = (index - 0.5) * 0.2, f"{mode}-fusion"
             paper = [Spread(value, value, value) for value in published]
@@ -218,7 +361,7 @@ class Translation(Breakdown):
 
     def compare(self, result: Result) -> list[Comparison]:
         (point,) = result.points
-        return compare_modes(point, claims.claim("transformer-forward"), claims.claim("transformer-backward"))
+        return compare_modes(point, claim("transformer-forward"), claim("transformer-backward"))
 
 
 MODES = ("forward", "backward")
@@ -228,11 +371,11 @@ def compare_modes(point: Point, forward: Claim, backward: Claim) -> list[Compari
     """The paper's two speedups: with the baseline's kernel as in the paper, and against the strongest peer."""
     lines = []
     peer = strongest_peer(point)
-    for mode, claim in zip(MODES, (forward, backward), strict=True):
+    for mode, published in zip(MODES, (forward, backward), strict=True):
         same_kernel = ratio(point, "baseline", like_the_paper(point, mode))
-        lines.append(Comparison(claim, same_kernel, "same kernel as the baseline, as in the paper"))
+        lines.append(Comparison(published, same_kernel, "same kernel as the baseline, as in the paper"))
         note = f"ours with the best kernel against {peer}, the strongest peer"
-        lines.append(Comparison(claim, ratio(point, peer, f"retime_{mode}"), note))
+        lines.append(Comparison(published, ratio(point, peer, f"retime_{mode}"), note))
     return lines
 
 
@@ -256,7 +399,7 @@ def fitted(points: list[Point]) -> SpeedupFit | None:
         return None
 
     def medians(name: str) -> list[float]:
-        return [spread(point.values(name, "step")).median for point in points]
+        return [point.median(name, "step") for point in points]
 
     return fit_speedup(sizes, medians("baseline"), {name: medians(name) for name in compared(points)})
 

@@ -1,25 +1,36 @@
-"""Peak memory of a training step against the number of parameters, a fresh process for each number.
+"""A step's memory: `fusion_memory` its peak, `fusion_gradient_place` what the place of gradients decides.
 
-On a CPU it is the growth of the process's peak resident size (the kernel's VmHWM, reset between phases) over the same
-process before the model existed; on CUDA the allocator's peak. So that freed memory leaves the resident size at once,
-the C library is told to give tensors pages of their own.
+Peak memory (:class:`PeakMemory`) against the number of parameters, a fresh process for each number. On a CPU it is the
+growth of the process's peak resident size (the kernel's VmHWM, reset between phases) over the same process before the
+model existed; on CUDA the allocator's peak. So that freed memory leaves the resident size at once, the C library is
+told to give tensors pages of their own.
+
+How much a fused update can gain on a CPU (:class:`GradientPlace`): backward fusion saves the gradients' way through
+memory, as each is updated from while it lies in the cache. How much that is depends on where the next gradient is
+written. The same linear layers run by hand, without autograd, so that the place can be chosen: the arithmetic is the
+same in all variants.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from retime.foundations.torch_private.optimizers import fused_adamw
 from retime.foundations.workers import answer_once
 from retime.recipes.core import charts
-from retime.recipes.core.claims import amount
-from retime.recipes.core.measure import spread
-from retime.recipes.core.of_points import titled
+from retime.recipes.core.build import build_batches, build_model
+from retime.recipes.core.claims import amount, show
+from retime.recipes.core.measure import PhaseClock, interleave, middle_step
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Result, Row
-from retime.recipes.fusion.memory_worker import serve
+from retime.recipes.core.results import Point, Result, Row, titled
+from retime.recipes.fusion.figures import label
 from retime.recipes.fusion.settings import FusionSettings
-from retime.recipes.fusion.step_times import label
-from retime.recipes.fusion.variants import choose_variants
+from retime.recipes.fusion.variants import VARIANTS, BareLoop, choose_variants, serve
 
 MIB = 2**20
 FIRST, LATER, GRADIENTS = "peak of the first step", "peak of later steps", "gradients alive"
@@ -57,7 +68,7 @@ class PeakMemory(Recipe[FusionSettings]):
         biggest = max(result.points, key=lambda point: int(point.facts["parameters"]))
         weights = 4 * biggest.facts["parameters"] / MIB
         for name in biggest.variants(LATER):
-            peak = spread(biggest.values(name, LATER)).median
+            peak = biggest.median(name, LATER)
             lines.append(
                 f"- {label(name)}: {amount(peak / weights, 'x')} the bytes of the weights at the largest model"
             )
@@ -71,7 +82,7 @@ class PeakMemory(Recipe[FusionSettings]):
                 known = [point for point in points if point.has(name, quantity)]
                 shift = 0.3 * (index - 1.5)  # millions: two and two variants take the same, and all are to be seen
                 places = [point.facts["parameters"] / 1e6 + shift for point in known]
-                values = [spread(point.values(name, quantity)) for point in known]
+                values = [point.spread(name, quantity) for point in known]
                 charts.points_with_spread(axes, places, values, label(name), index, line=True)
             noted = f"{quantity}; forward fusion has updated nothing yet" if quantity == FIRST else quantity
             axes.set_title(noted, fontsize=10)
@@ -80,3 +91,138 @@ class PeakMemory(Recipe[FusionSettings]):
         panels[0].set_ylabel("memory above the process without a model (MiB)")
         panels[0].legend(fontsize=8)
         charts.save(drawing, path)
+
+
+AFTER, OWN, ROTATING, SAME = "after the backward pass", "at once, a place each", "at once, 3 places", "at once, 1 place"
+PLACES: dict[str, tuple[bool, int | None]] = {
+    AFTER: (False, None),
+    OWN: (True, None),
+    ROTATING: (True, 3),
+    SAME: (True, 1),
+}
+"""By variant: whether a layer is updated as soon as its gradient is there, and over how many buffers gradients go."""
+
+
+class LinearChain:
+    """Forward, backward and AdamW of `depth` linear layers of `width`, with weight gradients written where we say."""
+
+    def __init__(self, depth: int, width: int, batch_size: int, at_once: bool, places: int | None, seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self._weights = [torch.randn(width, width, generator=random) / width**0.5 for _ in range(depth)]
+        self._first = [torch.zeros(width, width) for _ in range(depth)]
+        self._second = [torch.zeros(width, width) for _ in range(depth)]
+        self._steps = [torch.tensor(0.0) for _ in range(depth)]
+        buffers = [torch.zeros(width, width) for _ in range(places or depth)]
+        self._gradients = [buffers[layer % len(buffers)] for layer in range(depth)]
+        self._inputs = torch.randn(batch_size, width, generator=random)
+        self._at_once = at_once
+        self._clock = PhaseClock(torch.device("cpu"))
+
+    def step(self) -> None:
+        self._clock.start()
+        outputs = [self._inputs]
+        for weight in self._weights:
+            outputs.append(torch.relu(outputs[-1] @ weight.t()))
+        gradient = outputs[-1] / outputs[-1].numel()
+        for layer in reversed(range(len(self._weights))):
+            gradient = gradient * (outputs[layer + 1] > 0)
+            torch.mm(gradient.t(), outputs[layer], out=self._gradients[layer])
+            gradient = gradient @ self._weights[layer]
+            if self._at_once:
+                self._update([layer])
+        if not self._at_once:
+            self._update(range(len(self._weights)))
+        self._clock.mark()
+
+    def _update(self, layers: Sequence[int]) -> None:
+        def of(series: list[Tensor]) -> list[Tensor]:
+            return [series[layer] for layer in layers]
+
+        steps = of(self._steps)
+        for step in steps:
+            step += 1
+        fused_adamw(
+            *(of(self._weights), of(self._gradients), of(self._first), of(self._second), [], steps),
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.01,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def block(self, steps: int) -> float:
+        """Milliseconds of the typical one of `steps` steps after one that is not counted."""
+        for _ in range(steps + 1):
+            self.step()
+        return middle_step(self._clock.steps_ms()[1:])[-1]
+
+
+class GradientPlace(Recipe[FusionSettings]):
+    """One point a batch size."""
+
+    over = (("batch_size", "batch_sizes"),)
+    on_cpu = "asks about a CPU's caches"
+
+    def turns(self, settings: FusionSettings) -> int | None:
+        return len(PLACES)
+
+    def references(self, point: Point) -> dict[str, str]:
+        return {"speed over updates after the backward pass": AFTER}
+
+    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        depth, width = settings.model["depth"], settings.model["width"]
+        chains = {
+            name: LinearChain(depth, width, at["batch_size"], *how, seed=settings.seed) for name, how in PLACES.items()
+        }
+        blocks: dict[str, Callable[[], float]] = {
+            name: partial(chain.block, settings.steps) for name, chain in chains.items()
+        }
+        times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
+        rows = [Row(name, "step", "ms", [round(value, 5) for value in values]) for name, values in times.items()]
+        found = places_in_practice(settings, at["batch_size"])
+        return Measured(rows, {"weight gradients of a step": depth, "places they had in a real step of ours": found})
+
+    def notes(self, result: Result) -> list[str]:
+        lines = []
+        for point in result.points:
+            size = point.at["batch_size"]
+            for name in (SAME, ROTATING, OWN):
+                found = point.speedup(AFTER, name, "step")
+                lines.append(f"- batch {size}, updates {name}: {show(found, 'x')} over updates after the backward pass")
+            places = point.facts["places they had in a real step of ours"]
+            lines.append(
+                f"- batch {size}: torch's allocator gave the {point.facts['weight gradients of a step']} weight "
+                f"gradients of a step {places} different places under retime's backward fusion; only with 1 does a "
+                "gradient stay in the cache for the next one"
+            )
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        drawing, axes = charts.figure(titled(result), width=9)
+        for index, name in enumerate((OWN, ROTATING, SAME)):
+            values = [point.speedup(AFTER, name, "step") for point in result.points]
+            places = [place + (index - 1) * 0.2 for place in range(len(values))]
+            charts.points_with_spread(axes, places, values, f"updated {name}", index)
+        charts.even_line(axes, "updated after the backward pass")
+        axes.set_xticks(range(len(result.points)), [f"batch {point.at['batch_size']}" for point in result.points])
+        axes.set_xlim(-0.6, len(result.points) - 0.4)
+        axes.set_ylabel("steps per second against\nupdates after the backward pass (x)")
+        charts.legend_beside(axes)
+        charts.save(drawing, path)
+
+
+def places_in_practice(settings: FusionSettings, batch_size: int) -> int:
+    """How many addresses the weight gradients of one step have under backward fusion, in a bare loop under autograd."""
+    (batch,) = build_batches(settings.data, batch_size, 1, torch.device("cpu"))
+    model = build_model(settings.model, torch.device("cpu"), settings.seed)
+    seen: set[int] = set()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.register_hook(lambda gradient: seen.add(gradient.data_ptr()))  # type: ignore[no-untyped-call]
+    loop = BareLoop(VARIANTS["retime_backward"], model, batch, settings.optimizer)
+    for _ in range(5):
+        seen.clear()
+        loop.step()
+    return len(seen)

@@ -22,4 +22,3 @@ class FusionSettings(Settings):
     sizes: list[int] = field(default_factory=list)
     cases: dict[str, Any] = field(default_factory=dict)
     devices: int = 1
-    epochs: int = 1

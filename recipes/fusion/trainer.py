@@ -15,26 +15,23 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 import retime  # noqa: F401 -- registers the strategy names
+from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Answer
 from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
-from retime.recipes.core.claims import Comparison, Target, show
-from retime.recipes.core.measure import Spread, interleave, spread
-from retime.recipes.core.of_points import ratio, titled
-from retime.recipes.core.published import paper
+from retime.recipes.core.claims import Comparison, Target, paper, show
+from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, ratio, titled
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.emulated import loopback, run_ranks
-from retime.recipes.fusion.claims import PAPER
+from retime.recipes.fusion.figures import MODES, PAPER, StepTimes, label, strongest_peer
 from retime.recipes.fusion.settings import FusionSettings
-from retime.recipes.fusion.step_times import StepTimes, label, strongest_peer
-from retime.recipes.fusion.variants import VARIANTS
+from retime.recipes.fusion.variants import VARIANTS, BareLoop
 from retime.recipes.models import parameter_count
 
 MIB = 2**20
 WARMUP_STEPS = 3
-MODES = ("forward", "backward")
 FIRST_GRADIENTS, GRADIENTS = "gradients alive, first step", "gradients alive, later"
 
 
@@ -126,7 +123,7 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
             elif point.has("retime_backward", GRADIENTS):
                 bound = point.facts["largest layer (MiB)"] + point.facts["largest bucket (MiB)"]
                 target = Target(f"{case}: gradients alive in backward mode", "MiB", bound, at_most=True)
-                alive = spread(point.values("retime_backward", GRADIENTS))
+                alive = point.spread("retime_backward", GRADIENTS)
                 first = point.values("retime_backward", FIRST_GRADIENTS)[0]
                 lines.append(Comparison(target, alive, f"in every later step; {first:.1f} MiB in the first"))
         return lines
@@ -200,7 +197,7 @@ class Distributed(StepTimes):
         drawing, axes = charts.figure(titled(result))
         names = points[0].variants("step")
         for index, name in enumerate(names):
-            values = [spread(point.values(name, "step")) for point in points]
+            values = [point.spread(name, "step") for point in points]
             places = [number + (index - (len(names) - 1) / 2) * 0.19 for number in range(len(points))]
             heights = [value.median for value in values]
             bars = axes.bar(places, heights, 0.17, color=charts.COLOURS[index], label=label(name))
@@ -267,8 +264,6 @@ def largest_layer_bytes(model: nn.Module) -> int:
 
 def largest_bucket_bytes(model: nn.Module, optimizer: dict[str, Any], batches: list[Batch]) -> int:
     """The largest bucket that backward fusion really updated at once, in a bare loop of a few steps."""
-    from retime.recipes.fusion.variants import BareLoop
-
     loop = BareLoop(VARIANTS["retime_backward"], copy.deepcopy(model).to(batches[0][0].device), batches[0], optimizer)
     for _ in range(3):
         loop.step()

@@ -1,24 +1,33 @@
 """Trains one network inside one budget, in a process of its own whose data bytes the kernel limits.
 
-The first request is `plan`: what the step needs without a limit, and the floor, which is all; or `train`, with a budget
-in bytes, "floor" or none, with a `rule` of vDNN, or with what a `peer` does by hand. Then each `block` trains some
-steps, and `end` tells what the process held and moved and writes the weights.
+The first request to :class:`Server` is `plan`: what the step needs without a limit, and the floor, which is all; or
+`train`, with a budget in bytes, "floor" or none, with a `rule` of vDNN, or with what a `peer` does by hand. Then each
+`block` trains some steps, and `end` tells what the process held and moved and writes the weights. `serve` answers for a
+budget below the floor: what the refusal says, whether that is so, and what had happened until then.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from retime.foundations.cpu_pool import FreedMemory, give_back_freed_memory, trim_heap
 from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.foundations.parts import balanced_parts, batch_statistics_layers
+from retime.foundations.workers import Answer
 from retime.mechanisms.memory_budget import (
     BudgetedStep,
     PlanChoice,
@@ -31,9 +40,56 @@ from retime.mechanisms.memory_budget import (
 )
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.models import parameter_count
-from retime.recipes.modnn.by_hand import prepared, saving
 from retime.recipes.modnn.vdnn import Vdnn, VdnnPlus
 from retime.schedules.budget import BudgetError
+
+PARTS, CHECKPOINT, SAVE_ON_CPU = "parts", "checkpoint", "save_on_cpu"
+PEERS = (PARTS, CHECKPOINT, SAVE_ON_CPU)
+_COUNTS = (2, 4, 8, 16, 32)
+
+
+def part_sizes(samples: int) -> set[int]:
+    """Samples at once, of a batch of so many in 2 to 32 equal parts."""
+    return {samples // count for count in _COUNTS if samples >= count}
+
+
+def prepared(model: nn.Module, peer: str | None) -> nn.Module:
+    """The model with its blocks checkpointed, if that is the peer."""
+    return checkpointed(model) if peer == CHECKPOINT else model
+
+
+def saving(peer: str | None) -> AbstractContextManager[object]:
+    """Around the forward pass. On a processor `save_on_cpu` finds that the tensors are there, and does nothing."""
+    return save_on_cpu() if peer == SAVE_ON_CPU else nullcontext()
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """Have each block compute its forward pass again in the backward pass (Chen et al. 2016, `torch.utils.checkpoint`).
+
+    Blocks are the members of lists of one class; a chain without any is cut into as many parts as each has layers.
+
+    Raises:
+        ValueError: neither.
+    """
+    blocks = list(_blocks(model))
+    if not blocks and isinstance(model, nn.Sequential):
+        size = isqrt(len(model))
+        model = nn.Sequential(*(model[first : first + size] for first in range(0, len(model), size)))
+        blocks = list(model)
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no blocks to checkpoint: leave {CHECKPOINT} out of peers")
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1 and len({*map(type, child)}) == 1:
+            yield from child
+        else:
+            yield from _blocks(child)
+
 
 _EVERYTHING = 2**60
 # The floor is asked for so often: another calibration may find a higher one.
@@ -297,3 +353,66 @@ def _limit_data(limit_bytes: int) -> None:
 def resident_bytes() -> int:
     """What this process holds of the machine's memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+FLOOR, TASK, LAYER, HINT = "a floor that trains", "an operation", "a layer of the model", "what would help"
+_MESSAGE = re.compile(
+    r"at least (?P<floor>\d+) bytes(?: \([^)]*\))? are needed"
+    r"(?: at task '(?P<task>\w+)[^']*' of layer '(?P<layer>[^']*)')?\. (?P<hint>.*?) For batch size finders"
+)
+_HINT = re.compile(r"\b(would help|choose)\b")
+
+
+def serve() -> Answer:
+    """For :class:`Worker`: asks for a budget of `share` of the floor, then for the floor that the refusal names."""
+    torch.set_num_threads(1)
+    return _refuse
+
+
+def _refuse(request: dict[str, Any]) -> dict[str, Any]:
+    training = Training(request, torch.load(request["batch"], map_location=request["device"]))
+    floor = training.floor_bytes()
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    training.inside = training.budgeted(int(request["share"] * floor))
+    steps, message = 0, ""
+    try:
+        training.step()
+        steps += 1
+    except BudgetError as error:
+        message = str(error)
+    training.close()
+    unchanged = all(torch.equal(*pair) for pair in zip(before, training.model.parameters(), strict=True))
+    said, at_floor = check(message, training)
+    return {
+        "steps before": steps,
+        "weights unchanged": unchanged,
+        "said": said,
+        "message": message,
+        "at the floor it names": at_floor,
+    }
+
+
+def check(message: str, training: Training) -> tuple[dict[str, bool], str]:
+    """What a reader of the message can do with it, and what comes of training in the floor that it names."""
+    found = _MESSAGE.search(message)
+    if found is None:
+        return dict.fromkeys((FLOOR, TASK, LAYER, HINT), False), "none was named"
+    at_floor = _train_in(int(found["floor"]), training)
+    said = {
+        FLOOR: at_floor == "trained",
+        TASK: hasattr(torch.ops.aten, found["task"] or ""),
+        LAYER: found["layer"] in dict(training.model.named_modules()),
+        HINT: bool(_HINT.search(found["hint"])),
+    }
+    return said, at_floor
+
+
+def _train_in(budget_bytes: int, training: Training) -> str:
+    try:
+        training.limit(budget_bytes)
+        training.step()
+    except BudgetError as error:
+        return str(error)
+    finally:
+        training.close()
+    return "trained"

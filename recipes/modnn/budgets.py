@@ -9,28 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.measure import speedup, spread
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result
-from retime.recipes.modnn import claims
-from retime.recipes.modnn.over_networks import NetworkRecipe
-from retime.recipes.modnn.report import (
-    POOL,
-    REVERSED,
-    budgets_of,
-    differences,
-    needed_mib,
-    over_best_peers,
-    plans_and_failures,
-    prediction_error,
-    slowdown,
-    slowdowns,
-    untrained,
-)
-from retime.recipes.modnn.settings import MemorySettings
+from retime.recipes.core.results import Point, Result, titled
+from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim, target
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     BY_HAND,
@@ -38,12 +22,23 @@ from retime.recipes.modnn.side_by_side import (
     IN_SUB_BATCHES,
     MEASURED,
     MOVED,
+    POOL,
     POOLED,
     PREDICTED,
+    REVERSED,
     STEP,
     UNLIMITED,
     VDNN_PLUS,
+    budgets_of,
+    differences,
+    needed_mib,
+    over_best_peers,
+    plans_and_failures,
+    prediction_error,
     side_by_side,
+    slowdown,
+    slowdowns,
+    untrained,
 )
 
 
@@ -76,17 +71,17 @@ class Budgets(NetworkRecipe):
                 needed = [needed_mib(point, name) for name in budgets_of(point)]
                 ratio = spread([point.facts["ideal peak MiB"] / min(needed)]) if needed else None
                 remark = f"{point.at['network']}, batch {point.facts['batch size']}, trained"
-                lines.append(Comparison(claims.target("smallest-budget"), ratio, remark))
+                lines.append(Comparison(target("smallest-budget"), ratio, remark))
         for point in result.points:
             names, missing = budgets_of(point), untrained(point, point.settings["budgets"])
             if names:
                 error, where = max((abs(prediction_error(point, name)), name) for name in names)
                 note = f"{point.at['network']}, at {where}"
-                lines.append(Comparison(claims.target("prediction-error"), spread([error]), note))
+                lines.append(Comparison(target("prediction-error"), spread([error]), note))
             lines += [*_over_vdnn_plus(point), *over_best_peers(point)]
             died = point.facts["out of memory"]
             remark = ": ".join([point.at["network"], *([", ".join(died)] if died else [])])
-            lines.append(Comparison(claims.target("out-of-memory"), spread([len(died)]), remark))
+            lines.append(Comparison(target("out-of-memory"), spread([len(died)]), remark))
             lines += differences([point], missing)
         return lines
 
@@ -173,12 +168,12 @@ def _over_vdnn_plus(point: Point) -> Iterator[Comparison]:
         pairs = [(name, theirs) for name, theirs in both if point.has(theirs, STEP)]
         if not pairs:
             lacking = f"{point.at['network']}: no budget in which both trained"
-            yield Comparison(claims.claim("figure-12-all"), None, lacking)
+            yield Comparison(claim("figure-12-all"), None, lacking)
             continue
         where = f"{point.at['network']}, {VDNN_PLUS.format(rule, ', '.join(name for name, _ in pairs))}"
-        ratios = [speedup(point.values(theirs, STEP), point.values(name, STEP)).median for name, theirs in pairs]
-        yield Comparison(claims.claim("figure-12-all"), spread(ratios), where)
+        ratios = [point.speedup(theirs, name, STEP).median for name, theirs in pairs]
+        yield Comparison(claim("figure-12-all"), spread(ratios), where)
         ours, others = (sum(point.values(pair[side], MOVED)[0] for pair in pairs) for side in (0, 1))
         share = spread([100 * ours / others]) if others else None
         note = f"{where}: {ours:.0f} MiB against {others:.0f} MiB in all"
-        yield Comparison(claims.target("moved-share"), share, note)
+        yield Comparison(target("moved-share"), share, note)

@@ -8,16 +8,14 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from retime.mechanisms.memory_budget import StepMemory, StepProfile
+from retime.foundations.measure import spread
+from retime.mechanisms.memory_budget import StepMemory
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
-from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.modnn import claims
 from retime.recipes.modnn.networks import in_place, network_of, separate_gradients, weight_gradients_pass
-from retime.recipes.modnn.over_networks import NetworkRecipe
-from retime.recipes.modnn.settings import MemorySettings
+from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim
 from retime.schedules.budget import BlockKind
 from retime.schedules.modnn import all_blocks_bytes, lower_bound, lower_bound_offloading_weights
 
@@ -53,7 +51,7 @@ class Floors(NetworkRecipe):
             NO_WEIGHTS: lower_bound_offloading_weights(as_paper),
         }
         rows = [Row(name, MEMORY, "GB", [round(nbytes / GB, 4)]) for name, nbytes in found.items()]
-        weights = graph.resident_bytes(1) - _bytes_of(plain, BlockKind.WEIGHT_GRADIENT)
+        weights = graph.resident_bytes(1) - plain.bytes_by_kind[BlockKind.WEIGHT_GRADIENT]
         facts = {
             "batch size": network.batch_size,
             "weights GB": round(weights / GB, 4),
@@ -69,21 +67,21 @@ class Floors(NetworkRecipe):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
-        for claim, ours, torchs in (
-            (claims.claim("reduction"), (IDEAL, EQ_7), (PEAK, FLOOR)),
-            (claims.claim("reduction-weights"), (IDEAL, NO_WEIGHTS), (PEAK, NO_WEIGHTS)),
+        for published, ours, torchs in (
+            (claim("reduction"), (IDEAL, EQ_7), (PEAK, FLOOR)),
+            (claim("reduction-weights"), (IDEAL, NO_WEIGHTS), (PEAK, NO_WEIGHTS)),
         ):
             for names, what in ((ours, "counted as the paper"), (torchs, f"{torchs[0]} over {torchs[1]}")):
                 ratios = [_ratio(point, *names) for point in result.points]
                 remark = f"{what}; geometric mean {amount(geometric_mean(ratios), 'x')}"
-                lines.append(Comparison(claim, spread([fmean(ratios)]), remark))
+                lines.append(Comparison(published, spread([fmean(ratios)]), remark))
         deep = [point for point in result.points if point.at["network"] == "VGG-101"]
-        for claim, name in ((claims.claim("vgg-101-ideal"), IDEAL), (claims.claim("vgg-101-floor"), EQ_7)):
-            lines += [Comparison(claim, spread(point.values(name, MEMORY)), "counted as the paper") for point in deep]
-        for claim, least_gb in ((claims.claim("above-12-gb"), 12.0), (claims.claim("above-24-gb"), 24.0)):
+        for published, name in ((claim("vgg-101-ideal"), IDEAL), (claim("vgg-101-floor"), EQ_7)):
+            lines += [Comparison(published, point.spread(name, MEMORY), "counted as the paper") for point in deep]
+        for published, least_gb in ((claim("above-12-gb"), 12.0), (claim("above-24-gb"), 24.0)):
             for name in (IDEAL, PEAK):
                 above = [p.at["network"] for p in result.points if p.values(name, MEMORY)[0] > least_gb]
-                lines.append(Comparison(claim, spread([len(above)]), f"{name}: {', '.join(above)}"))
+                lines.append(Comparison(published, spread([len(above)]), f"{name}: {', '.join(above)}"))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -169,7 +167,3 @@ def bars(axes: Any, points: list[Point], names: tuple[str, ...], quantity: str, 
 
 def _ratio(point: Point, above: str, below: str) -> float:
     return point.values(above, MEMORY)[0] / point.values(below, MEMORY)[0]
-
-
-def _bytes_of(profile: StepProfile, kind: BlockKind) -> int:
-    return profile.bytes_by_kind[kind]

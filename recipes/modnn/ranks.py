@@ -11,18 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Worker, WorkerError, closing
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
-from retime.recipes.core.measure import Spread, interleave, speedup, spread
-from retime.recipes.core.of_points import titled
+from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.modnn import claims
-from retime.recipes.modnn.over_networks import NetworkRecipe
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ON_HOST, ONCE, ONE, PLANNING, WHOLE, Rank
-from retime.recipes.modnn.report import prediction_error
-from retime.recipes.modnn.settings import MemorySettings
+from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim, target
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     DIFFERENCE,
@@ -33,6 +30,7 @@ from retime.recipes.modnn.side_by_side import (
     away_ppm,
     failure,
     network_for,
+    prediction_error,
 )
 from retime.schedules.budget import OffloadPlan
 
@@ -103,18 +101,18 @@ class Ranks(NetworkRecipe):
             where = f"{point.at['network']} with {point.facts['ranks']} ranks on {point.facts['cores']} cores"
             budget = f"{where}, {point.at['budget']:g} %"
             if point.has(NAIVE, STEP):
-                found = speedup(point.values(ONE, STEP), point.values(NAIVE, STEP))
-                lines.append(Comparison(claims.claim("figure-17-ideal"), found, f"{budget}, {NAIVE}: not four devices"))
+                found = point.speedup(ONE, NAIVE, STEP)
+                lines.append(Comparison(claim("figure-17-ideal"), found, f"{budget}, {NAIVE}: not four devices"))
                 for theirs in (NAIVE, NAIVE_ONCE, ONCE):
-                    found = speedup(point.values(theirs, STEP), point.values(ON_HOST, STEP))
-                    lines.append(Comparison(claims.target("host-meanwhile"), found, f"{budget}, over {theirs}"))
+                    found = point.speedup(theirs, ON_HOST, STEP)
+                    lines.append(Comparison(target("host-meanwhile"), found, f"{budget}, over {theirs}"))
             lines += [_once_over_each(point, budget), *_peaks(point, budget)]
             away = max(point.values(way, DIFFERENCE)[0] for way in WAYS if point.has(way, DIFFERENCE))
-            lines.append(Comparison(claims.target("ranks-difference"), spread([away]), budget))
+            lines.append(Comparison(target("ranks-difference"), spread([away]), budget))
         remark = "budgets here are shares of what a rank's batch needs, not GB of four devices"
         lines += [
-            Comparison(claim, None, remark)
-            for claim in (claims.claim("figure-17-modnn"), claims.claim("figure-18-6-gb-naive"))
+            Comparison(published, None, remark)
+            for published in (claim("figure-17-modnn"), claim("figure-18-6-gb-naive"))
         ]
         return lines
 
@@ -149,7 +147,7 @@ class Ranks(NetworkRecipe):
         drawing, (speeds, peaks) = charts.panels(titled(result), 2, width=12.0)
         ways = [way for way in WAYS if all(point.has(way, STEP) for point in trained)]
         for index, way in enumerate(ways):
-            values = [speedup(point.values(ONE, STEP), point.values(way, STEP)) for point in trained]
+            values = [point.speedup(ONE, way, STEP) for point in trained]
             charts.points_with_spread(speeds, _beside(values, index - (len(ways) - 1) / 2), values, way, index)
         speeds.set_ylabel("speed over one process (x)")
         charts.even_line(speeds, ONE)
@@ -178,12 +176,12 @@ def _beside(values: list[Spread], shift: float) -> list[float]:
 
 def _once_over_each(point: Point, where: str) -> Comparison:
     """Both ways are the same if the plan has a rank's share in one part."""
-    share, target = point.facts["batch size"] // point.facts["ranks"], claims.target("once-over-each")
+    share, wanted = point.facts["batch size"] // point.facts["ranks"], target("once-over-each")
     sub_batch = OffloadPlan.parse(point.facts["plans"][ONCE]).sub_batch
     if sub_batch >= share:
         remark = f"{where}: nothing to compare, a rank's {share} samples are one sub-batch, so both ways reduce once"
-        return Comparison(target, None, remark)
-    return Comparison(target, speedup(point.values(EACH, STEP), point.values(ONCE, STEP)), where)
+        return Comparison(wanted, None, remark)
+    return Comparison(wanted, point.speedup(EACH, ONCE, STEP), where)
 
 
 def _peaks(point: Point, where: str) -> list[Comparison]:
@@ -194,8 +192,8 @@ def _peaks(point: Point, where: str) -> list[Comparison]:
     share, error = spread([_of_budget(point, MEASURED)]), spread([abs(prediction_error(point, ONCE))])
     where = f"{where}, {ONCE}: {held}"
     return [
-        Comparison(claims.target("within-budget"), share, f"{where} in {budget}"),
-        Comparison(claims.target("prediction-error"), error, f"{where} where {predicted} were predicted"),
+        Comparison(target("within-budget"), share, f"{where} in {budget}"),
+        Comparison(target("prediction-error"), error, f"{where} where {predicted} were predicted"),
     ]
 
 

@@ -1,8 +1,11 @@
-"""Settings of the memory-budget recipes (moDNN)."""
+"""What the recipes on moDNN (Chen et al. 2018) share: settings, a point a network, and the numbers of `claims.yaml`."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from retime.recipes.core.claims import claim_of, target_of
+from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.schema import Settings
 
 
@@ -44,3 +47,16 @@ class MemorySettings(Settings):
     in_sub_batches: bool = False  # it trains in the plans' sub-batches too
     libraries: dict[str, Any] = field(default_factory=dict)  # name: file, for libraries in unusual places
     timeout_s: float = 900.0
+
+
+claim = partial(claim_of, "modnn")
+target = partial(target_of, "modnn")
+
+
+class NetworkRecipe(Recipe[MemorySettings]):
+    """A point a network, unless a recipe has more of them."""
+
+    over: tuple[tuple[str, str], ...] = (("network", "cases"),)
+
+    def detail(self, settings: MemorySettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {"network": settings.cases[at["network"]]}

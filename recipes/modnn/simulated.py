@@ -1,26 +1,35 @@
 """Figures 10 to 14 of moDNN, simulated on its K40: time of a batch and bytes moved, against vDNN, vDNN+ and ideal.
 
-Task graphs are exact, times are a roofline of the K40's data sheet (see :mod:`retime.recipes.modnn.k40`).
+Task graphs are exact, times are a roofline of the K40's data sheet (:func:`k40_graph`), not a measurement.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torch import nn
+
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, amount
-from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.modnn import claims
-from retime.recipes.modnn.floor import bars
-from retime.recipes.modnn.k40 import k40_graph
-from retime.recipes.modnn.networks import network_of, weight_gradients_pass
-from retime.recipes.modnn.over_networks import NetworkRecipe
-from retime.recipes.modnn.settings import MemorySettings
-from retime.schedules.budget import BudgetError, TaskGraph
+from retime.recipes.modnn.floor import GB, bars
+from retime.recipes.modnn.networks import (
+    Network,
+    in_place,
+    network_of,
+    operation_of,
+    separate_gradients,
+    weight_gradients_pass,
+)
+from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim
+from retime.schedules.budget import Algorithm, BudgetError, GraphTask, TaskGraph
 from retime.schedules.modnn import (
     BatchPlan,
     Techniques,
@@ -32,7 +41,84 @@ from retime.schedules.modnn import (
     plan_vdnn,
 )
 
-GB, _ALL_THERE_IS = 1e9, 1 << 62
+_BYTES = 4  # of a number
+_PRODUCTS = ("mm", "addmm", "bmm", "linear")
+_MS = 1e3
+
+
+def k40_graph(network: Network, settings: MemorySettings) -> TaskGraph:
+    """The network's task graph as the paper counts layers, with times and workspaces.
+
+    A task takes its arithmetic or its memory traffic, whichever is longer, and a launch. Where a sample has fewer
+    outputs than the GPU holds threads, it takes as long as with that many: small sub-batches do not fill it. A
+    convolution has two algorithms: implicit GEMM, and the fastest one, which needs workspace.
+    """
+    graph = separate_gradients(in_place(network.graph()))
+    operations = _operations(graph, dict(network.step(1).module.named_modules()))
+    return TaskGraph(
+        graph.blocks,
+        tuple(
+            replace(task, algorithms=_algorithms(graph, task, operations[task.name], settings)) for task in graph.tasks
+        ),
+    )
+
+
+def _operations(graph: TaskGraph, layers: dict[str, nn.Module]) -> dict[str, float]:
+    """By task: floating-point operations for one sample."""
+    found: dict[str, float] = {}
+    of_layer: dict[str, float] = {}
+    for task in graph.tasks:
+        layer, kind = layers.get(task.layer), operation_of(task)
+        operations = 0.0
+        if kind == "convolution" and isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
+            transposed = isinstance(layer, nn.ConvTranspose2d)
+            each = (layer.out_channels if transposed else layer.in_channels) / layer.groups * prod(layer.kernel_size)
+            operations = of_layer[task.layer] = 2 * each * _numbers(graph, task.reads if transposed else task.writes)
+        elif kind == "convolution_backward":
+            operations = of_layer.get(task.layer, 0.0)
+        elif kind in _PRODUCTS and isinstance(layer, nn.Linear):
+            operations = 2.0 * layer.in_features * layer.out_features
+        found[task.name] = operations
+    return found
+
+
+def _numbers(graph: TaskGraph, names: tuple[str, ...]) -> float:
+    """Numbers in the blocks that grow with the batch, for one sample."""
+    return sum(graph.blocks[name].sample_bytes for name in names) / _BYTES
+
+
+def _algorithms(
+    graph: TaskGraph, task: GraphTask, operations: float, settings: MemorySettings
+) -> tuple[Algorithm, ...]:
+    names = dict.fromkeys((*task.reads, *task.writes))
+    fixed_bytes = sum(graph.blocks[name].fixed_bytes for name in names)
+    sample_bytes = sum(graph.blocks[name].sample_bytes for name in names)
+    if fixed_bytes + sample_bytes < 1024:  # a step count, say
+        return (Algorithm(),)
+    bandwidth = settings.memory_bytes_per_s * settings.memory_efficiency
+    traffic_ms, fixed_ms = sample_bytes / bandwidth * _MS, fixed_bytes / bandwidth * _MS
+    outputs = _numbers(graph, task.writes)
+    # A weight gradient has as many outputs whatever the batch.
+    idle = settings.threads / outputs if outputs else 0.0
+
+    def algorithm(name: str, speedup: float, workspace: float) -> Algorithm:
+        arithmetic_ms = operations / (settings.operations_per_s * settings.efficiency * speedup) * _MS
+        sample_ms = max(arithmetic_ms, traffic_ms)
+        return Algorithm(
+            name, settings.launch_ms + fixed_ms + idle * sample_ms, sample_ms, sample_workspace_bytes=workspace
+        )
+
+    if "convolution" in operation_of(task):
+        return (
+            algorithm("implicit gemm", 1.0, 0.0),
+            algorithm("fastest", settings.fast_speedup, settings.workspace_share * sample_bytes),
+        )
+    # matrix products have no choice, and run as fast as the fastest convolution
+    return (algorithm("default", settings.fast_speedup, 0.0),)
+
+
+ALL_THERE_IS = 1 << 62
+"""Bytes of a device that is large enough."""
 BATCH, SLOWER, MOVED, MEMORY = "batch", "time over ideal", "moved", "memory of the ideal"
 IDEAL, MODNN, PAPERS_RULES = "ideal", "moDNN", "moDNN, the paper's rules alone"
 VDNN_ALL, VDNN_CONV = "vDNN, all layers", "vDNN, convolutions"
@@ -111,7 +197,7 @@ class SimulatedK40(NetworkRecipe):
 
 def ideal_time_ms(graph: TaskGraph, batch: int, bandwidth: float) -> float:
     """Nothing leaves a device that is large enough, and every algorithm is the fastest."""
-    return offload_schedule(graph, batch, _ALL_THERE_IS, bandwidth, Techniques("fastest")).finish_ms
+    return offload_schedule(graph, batch, ALL_THERE_IS, bandwidth, Techniques("fastest")).finish_ms
 
 
 def modnn(graph: TaskGraph, batch: int, budget: int, bandwidth: float) -> BatchPlan:
@@ -149,22 +235,22 @@ class OneBudget(SimulatedK40):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
-        for claim, names in (
-            (claims.claim("figure-10-modnn"), (MODNN, PAPERS_RULES)),
-            (claims.claim("figure-10-vdnn"), (VDNN_ALL, VDNN_CONV, VDNN_LEAST)),
+        for published, names in (
+            (claim("figure-10-modnn"), (MODNN, PAPERS_RULES)),
+            (claim("figure-10-vdnn"), (VDNN_ALL, VDNN_CONV, VDNN_LEAST)),
         ):
             for name in names:
                 added = [100 * (value - 1) for value in _values(result, name, SLOWER)]
                 if added:
                     remark = f"simulated, {name}: average of {len(added)} that fit"
-                    lines.append(Comparison(claim, spread([fmean(added)]), remark))
+                    lines.append(Comparison(published, spread([fmean(added)]), remark))
         for name in (VDNN_ALL, VDNN_CONV):
             both = [p for p in result.points if p.has(name, MOVED) and p.has(MODNN, MOVED)]
             moving = [p for p in both if p.values(MODNN, MOVED)[0]]
             total = sum(p.values(MODNN, MOVED)[0] for p in both)
             remark = f"simulated, {name}, sums over networks; {len(both) - len(moving)} of {len(both)} move nothing"
             ratio = sum(p.values(name, MOVED)[0] for p in both) / total if total else None
-            lines.append(Comparison(claims.claim("figure-11"), None if ratio is None else spread([ratio]), remark))
+            lines.append(Comparison(claim("figure-11"), None if ratio is None else spread([ratio]), remark))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -223,7 +309,7 @@ class ManyBudgets(SimulatedK40):
                 if both:
                     ratios = [p.values(name, BATCH)[0] / p.values(ours, BATCH)[0] for p in both]
                     remark = f"simulated, {ours} over {name}; {len(both)} points, {amount(min(ratios), 'x')} at least"
-                    lines.append(Comparison(claims.claim("figure-12-all"), spread([fmean(ratios)]), remark))
+                    lines.append(Comparison(claim("figure-12-all"), spread([fmean(ratios)]), remark))
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -235,7 +321,7 @@ class ManyBudgets(SimulatedK40):
             for index, name in enumerate(self._ways):
                 known = [p for p in own if p.has(name, SLOWER)]
                 places = [p.at["budget_gb"] for p in known]
-                values = [spread(p.values(name, SLOWER)) for p in known]
+                values = [p.spread(name, SLOWER) for p in known]
                 charts.points_with_spread(axes, places, values, name, index, line=True)
                 _cross(axes, [p.at["budget_gb"] for p in own if not p.has(name, SLOWER)], index)
             axes.set_title(f"{network} ({own[0].facts['batch size']}), ideal {own[0].facts['ideal memory GB']:g} GB")
@@ -265,7 +351,7 @@ class Alone(SimulatedK40):
         facts: dict[str, Any] = {"batch size": batch, "ideal memory GB": round(ideal_bytes / GB, 3)}
 
         fastest, baseline = Techniques("fastest"), Techniques("baseline")
-        one, last = (offload_schedule(graph, 1, _ALL_THERE_IS, bandwidth, fastest, update=u) for u in (False, True))
+        one, last = (offload_schedule(graph, 1, ALL_THERE_IS, bandwidth, fastest, update=u) for u in (False, True))
         budget = int(settings.budget_gb * GB)
         needed = lower_bound(graph, batch).bytes
         if needed > budget:
@@ -279,7 +365,7 @@ class Alone(SimulatedK40):
             techniques=Techniques.paper(),
             search=False,
         )
-        least = offload_schedule(graph, batch, _ALL_THERE_IS, bandwidth, baseline)
+        least = offload_schedule(graph, batch, ALL_THERE_IS, bandwidth, baseline)
         found = {
             SUB_BATCHES: (all_blocks_bytes(counted, 1), (batch - 1) * one.finish_ms + last.finish_ms),
             OFFLOADING: (needed, away.batch_ms),
@@ -298,17 +384,17 @@ class Alone(SimulatedK40):
         return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
-        def line(claim: Claim, name: str, quantity: str, change: Callable[[float], float]) -> Comparison:
+        def line(published: Claim, name: str, quantity: str, change: Callable[[float], float]) -> Comparison:
             values = [change(value) for value in _values(result, name, quantity)]
-            return Comparison(claim, spread([fmean(values)]), "simulated") if values else Comparison(claim)
+            return Comparison(published, spread([fmean(values)]), "simulated") if values else Comparison(published)
 
         return [
-            line(claims.claim("figure-13-sub-batches"), SUB_BATCHES, MEMORY, lambda percent: 100 / percent),
-            line(claims.claim("figure-13-offloading"), OFFLOADING, MEMORY, lambda percent: 100 / percent),
-            line(claims.claim("figure-13-algorithms"), ALGORITHMS, MEMORY, lambda percent: 100 - percent),
-            line(claims.claim("figure-14-sub-batches"), SUB_BATCHES, SLOWER, lambda ratio: ratio),
-            line(claims.claim("figure-14-offloading"), OFFLOADING, SLOWER, lambda ratio: 100 * (ratio - 1)),
-            line(claims.claim("figure-14-algorithms"), ALGORITHMS, SLOWER, lambda ratio: ratio),
+            line(claim("figure-13-sub-batches"), SUB_BATCHES, MEMORY, lambda percent: 100 / percent),
+            line(claim("figure-13-offloading"), OFFLOADING, MEMORY, lambda percent: 100 / percent),
+            line(claim("figure-13-algorithms"), ALGORITHMS, MEMORY, lambda percent: 100 - percent),
+            line(claim("figure-14-sub-batches"), SUB_BATCHES, SLOWER, lambda ratio: ratio),
+            line(claim("figure-14-offloading"), OFFLOADING, SLOWER, lambda ratio: 100 * (ratio - 1)),
+            line(claim("figure-14-algorithms"), ALGORITHMS, SLOWER, lambda ratio: ratio),
             *_over_vdnn(result),
         ]
 
@@ -377,7 +463,7 @@ def _over_vdnn(result: Result) -> list[Comparison]:
         return []
     ratios = [p.values(VDNN_AT_LEAST, MEMORY)[0] / p.values(TOGETHER, MEMORY)[0] for p in both]
     note = f"simulated, average of {len(both)}; {min(ratios):.1f} to {max(ratios):.1f}"
-    return [Comparison(claims.claim("ten-times-vdnn"), spread([fmean(ratios)]), note)]
+    return [Comparison(claim("ten-times-vdnn"), spread([fmean(ratios)]), note)]
 
 
 def _values(result: Result, name: str, quantity: str) -> list[float]:

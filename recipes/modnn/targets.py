@@ -1,48 +1,191 @@
-"""`modnn_targets`: what this project wants of training inside a byte budget, each row with its own measurement."""
+"""`modnn_targets`: what this project wants of training inside a byte budget, each row with its own measurement.
+
+A case is of a kind, and a function a kind measures it (:data:`KINDS`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from retime.foundations.measure import spread
+from retime.foundations.workers import WorkerError, answer_once
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, amount
-from retime.recipes.core.measure import spread
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result
-from retime.recipes.modnn import claims
-from retime.recipes.modnn.report import (
-    POOL,
-    REVERSED,
-    budgets_of,
-    differences,
-    needed_mib,
-    over_best_peers,
-    plans_and_failures,
-    prediction_error,
-    slowdown,
-    slowdowns,
-    untrained,
-    why_missing,
-    with_missing,
-)
-from retime.recipes.modnn.settings import MemorySettings
+from retime.recipes.core.results import Point, Result, Row, titled
+from retime.recipes.modnn.budget_worker import serve as serve_refusal
+from retime.recipes.modnn.networks import serve as serve_planning
+from retime.recipes.modnn.settings import MemorySettings, claim, target
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     FLOOR,
     GIVING_BACK,
     IN_SUB_BATCHES,
     MEASURED,
+    MIB,
     MOVED,
+    POOL,
     PREDICTED,
+    REVERSED,
     STEP,
+    budgets_of,
+    differences,
+    failure,
+    needed_mib,
+    network_for,
+    no_failures,
+    over_best_peers,
+    plans_and_failures,
+    prediction_error,
+    side_by_side,
+    slowdown,
+    slowdowns,
+    untrained,
+    why_missing,
+    with_missing,
 )
-from retime.recipes.modnn.target_kinds import AGAIN, FIRST, KINDS, OURS, PLANNING, TRAINED, VDNN
+
+OURS, VDNN = "moDNN, the budget of vDNN ({})", "vDNN ({})"
+PLANNING, FIRST, AGAIN = "profile and plan", "extra memory, first time", "extra memory, again"
+TRAINED = "trained"
+# The floor counts what a step needs, the kernel's limit also what the C library's heap leaves unused; and the floor of
+# one process can lie a little above that of another.
+_ABOVE_FLOOR = (1.0, 1.05, 1.1, 1.25, 1.5)
+
+Case = dict[str, Any]
+"""A case of the experiment file; `network` is the block of the network that the point is about, if it is about one."""
+
+
+def training(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
+    """Side by side without a budget and inside each of `budgets`."""
+    return Measured(*side_by_side(settings, case["network"], case["budgets"], tick))
+
+
+def smallest(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
+    """The smallest budget in which a network trains, and its ideal peak; no rows if none near the floor does."""
+    with network_for(settings, case["network"]) as network:
+        known = network.plan()
+        tick("planned")
+        facts: dict[str, Any] = {"ideal peak MiB": known["ideal_bytes"] / MIB, **no_failures()}
+        rows: list[Row] = []
+        for share in _ABOVE_FLOOR:
+            try:
+                step_ms, ready, end = network.trained(int(share * known["floor_bytes"]))
+            except WorkerError as error:
+                facts[failure(error)][f"{share:g} x the floor"] = str(error)
+                continue
+            rows = [
+                Row(FLOOR, BUDGET, "MiB", [ready["budget_bytes"] / MIB]),
+                Row(FLOOR, STEP, "ms", step_ms),
+                Row(FLOOR, PREDICTED, "MiB", [end["predicted_bytes"] / MIB]),
+                Row(FLOOR, MEASURED, "MiB", [end["measured_bytes"] / MIB]),
+            ]
+            facts["plan"] = end["plan"]
+            break
+    return Measured(rows, facts)
+
+
+def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
+    """Networks, batch sizes and budgets drawn from the seed; budgets log-uniformly from the floor to the ideal peak."""
+    draw = random.Random(settings.seed)
+    limited = replace(settings, limit=case["limit"])
+    known: dict[tuple[str, int], dict[str, Any]] = {}
+    rows: list[Row] = []
+    outcomes: dict[str, str] = {}
+    for number in range(1, case["draws"] + 1):
+        name, share, place = draw.choice(case["networks"]), draw.choice(case["batches"]), draw.random()
+        block = settings.networks[name]
+        batch_size = max(2, round(share * block["batch_size"]))
+        with network_for(limited, {**block, "batch_size": batch_size}) as network:
+            if (name, batch_size) not in known:
+                known[name, batch_size] = network.plan()
+            ideal, floor = (known[name, batch_size][key] for key in ("ideal_bytes", "floor_bytes"))
+            budget = int(floor * (max(ideal, floor) / floor) ** place)
+            label = f"{number}: {name}, batch {batch_size}, {100 * budget / ideal:.0f} % of the ideal peak"
+            rows.append(Row(label, BUDGET, "MiB", [budget / MIB]))
+            try:
+                _, _, end = network.trained(budget)
+            except WorkerError as error:
+                outcomes[label] = f"{failure(error)}: {error}"
+            else:
+                outcomes[label] = TRAINED
+                rows.append(Row(label, PREDICTED, "MiB", [end["predicted_bytes"] / MIB]))
+                rows.append(Row(label, MEASURED, "MiB", [end["measured_bytes"] / MIB]))
+        tick(label)
+    return Measured(rows, {"limit from": case["limit"], "steps": settings.steps, "outcomes": outcomes})
+
+
+def refusal(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
+    """A budget of `share` of the floor: what the refusal says, whether that is so, and what was trained before it."""
+    with network_for(settings, case["network"]) as network:
+        request = {**network.request, "share": case["share"]}
+        return Measured([], answer_once(serve_refusal, request, settings.timeout_s))
+
+
+def traffic(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
+    """Bytes moved a step by vDNN's `rules`, and by a plan for the budget that each of them turned out to need."""
+    rows: list[Row] = []
+    facts: dict[str, Any] = {**no_failures(), "plans": {}}
+    with network_for(settings, case["network"]) as network:
+        for rule in case["rules"]:
+            name, ours = VDNN.format(rule), OURS.format(rule)
+            budget: int | None = None
+            for label in (name, ours):
+                try:
+                    more = {"rule": rule} if label == name else {}
+                    step_ms, _, end = network.trained(budget, **more)
+                except WorkerError as error:
+                    facts[failure(error)][label] = str(error)
+                    break
+                tick(label)
+                budget = end["measured_bytes"]
+                facts["plans"][label] = end.get("plan", f"whole batch, {rule}")
+                rows += [
+                    Row(label, STEP, "ms", step_ms),
+                    Row(label, MOVED, "MiB", [end["moved_bytes"] / MIB]),
+                    Row(label, MEASURED, "MiB", [end["measured_bytes"] / MIB]),
+                ]
+    return Measured(rows, facts)
+
+
+def planning(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
+    """Seconds and memory that a large network's profile and plan take, on tensors without memory."""
+    network = dict(case["network"])
+    request = {
+        **{"optimizer": network.pop("optimizer", settings.optimizer), "seed": settings.seed, "share": case["share"]},
+        **{"sub_batches": network.pop("sub_batches", True), "network": network},
+    }
+    rows: dict[str, list[float]] = {PLANNING: [], FIRST: [], AGAIN: []}
+    answer: dict[str, Any] = {}
+    for number in range(settings.rounds):
+        answer = answer_once(serve_planning, request, settings.timeout_s)
+        rows[PLANNING].append(answer.pop("seconds"))
+        rows[FIRST].append(answer.pop("first_bytes") / MIB)
+        rows[AGAIN].append(answer.pop("again_bytes") / MIB)
+        tick(f"round {number + 1}")
+    facts = {
+        **{"batch size": network["batch_size"], "plan": answer["plan"], "budget of the peak": case["share"]},
+        **{f"{key} GiB": answer[f"{key}_bytes"] / 2**30 for key in ("peak", "floor")},
+    }
+    units = {PLANNING: "s", FIRST: "MiB", AGAIN: "MiB"}
+    return Measured([Row("this machine", name, units[name], values) for name, values in rows.items()], facts)
+
+
+KINDS: dict[str, Callable[[MemorySettings, Case, Tick], Measured]] = {
+    "training": training,
+    "smallest": smallest,
+    "random": random_budgets,
+    "refusal": refusal,
+    "traffic": traffic,
+    "planning": planning,
+}
+
 
 _GENERAL = tuple(field.name for field in fields(MemorySettings))
 _MARKERS = (("o", False), ("D", True), ("s", False), ("^", True))
@@ -217,9 +360,9 @@ def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
         yield _worst(plain, f"{GIVING_BACK}, no plan")
     for point in kinds["random"]:
         found = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
-        good = sum(claims.target("prediction-error").met(abs(error)) for error in found.values())
+        good = sum(target("prediction-error").met(abs(error)) for error in found.values())
         worst = sorted(found.items(), key=lambda run: -abs(run[1]))[:1]
-        wanted = amount(claims.target("prediction-error").value, "%")
+        wanted = amount(target("prediction-error").value, "%")
         yield _worst(dict(worst), f"{point.at['case']}, {good} of {len(found)} that trained within {wanted}; most")
     for point in kinds["smallest"]:
         found = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
@@ -229,7 +372,7 @@ def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
 def _worst(errors: dict[str, float], what: str, missing: Iterable[str] = ()) -> Comparison:
     listed = [f"{name} {amount(error, '%')}" for name, error in errors.items()]
     most = spread([max(abs(error) for error in errors.values())]) if errors else None
-    return Comparison(claims.target("prediction-error"), most, f"{what}: {with_missing(listed, missing)}")
+    return Comparison(target("prediction-error"), most, f"{what}: {with_missing(listed, missing)}")
 
 
 def _random(point: Point) -> Iterator[Comparison]:
@@ -238,12 +381,12 @@ def _random(point: Point) -> Iterator[Comparison]:
     died = [label for label, outcome in outcomes.items() if outcome.startswith("out of memory")]
     over = [label for label in trained if point.values(label, MEASURED)[0] > point.values(label, BUDGET)[0]]
     where = f"limit from {point.facts['limit from']} on"
-    target = Target("runs at a random budget that trained", "runs", len(outcomes))
-    yield Comparison(target, spread([len(trained)]), where)
-    target = Target("runs at a random budget that trained with a measured peak inside it", "runs", len(outcomes))
+    wanted = Target("runs at a random budget that trained", "runs", len(outcomes))
+    yield Comparison(wanted, spread([len(trained)]), where)
+    wanted = Target("runs at a random budget that trained with a measured peak inside it", "runs", len(outcomes))
     remark = "; ".join([f"{len(trained)} trained", *([f"over their budgets: {', '.join(over)}"] if over else [])])
-    yield Comparison(target, spread([len(trained) - len(over)]), remark)
-    yield Comparison(claims.target("out-of-memory"), spread([len(died)]), where)
+    yield Comparison(wanted, spread([len(trained) - len(over)]), remark)
+    yield Comparison(target("out-of-memory"), spread([len(died)]), where)
 
 
 def _within(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
@@ -260,7 +403,7 @@ def _within(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
             worst = max(shares, key=lambda run: shares[run])
             inside = sum(share <= 1 for share in shares.values())
             remark = f"{kind}, {inside} of {len(shares)} that trained are inside; most: {worst}"
-            yield Comparison(claims.target("within-budget"), spread([shares[worst]]), remark)
+            yield Comparison(target("within-budget"), spread([shares[worst]]), remark)
 
 
 def _refusals(points: list[Point]) -> Iterator[Comparison]:
@@ -274,7 +417,7 @@ def _refusals(points: list[Point]) -> Iterator[Comparison]:
         good += not missing
         lacking += missing
     remark = "; ".join(lacking) or ", ".join(point.at["network"] for point in points)
-    yield Comparison(claims.target("refusals"), spread([100 * good / len(points)]), remark)
+    yield Comparison(target("refusals"), spread([100 * good / len(points)]), remark)
 
 
 def _timed(points: list[Point]) -> list[Point]:
@@ -292,24 +435,24 @@ def _alone(points: list[Point]) -> Iterator[Comparison]:
         smaller = {net: point.facts["ideal peak MiB"] / point.values(name, MEASURED)[0] for net, point in runs.items()}
         slower = {net: value for net, point in runs.items() if (value := slowdown(point, name))}
         average = [fmean(rounds) for rounds in zip(*(value.rounds for value in slower.values()), strict=True)]
-        claim = claims.claim(f"figure-14-{technique}")
-        added = [100 * (ratio - 1) if claim.unit == "%" else ratio for ratio in average]
+        published = claim(f"figure-14-{technique}")
+        added = [100 * (ratio - 1) if published.unit == "%" else ratio for ratio in average]
         memory = ", ".join(f"{net} {amount(value, 'x')}" for net, value in smaller.items())
         times = ", ".join(f"{net} {amount(value.median, 'x')}" for net, value in slower.items())
         less = spread([fmean(smaller.values())])
-        yield Comparison(claims.claim(f"figure-13-{technique}"), less, f"{name}: {memory}")
-        yield Comparison(claim, spread(added), f"{name}: {times}")
+        yield Comparison(claim(f"figure-13-{technique}"), less, f"{name}: {memory}")
+        yield Comparison(published, spread(added), f"{name}: {times}")
 
 
 def _smallest(points: list[Point]) -> Iterator[Comparison]:
     for point in points:
         network = point.at["network"]
         if not point.has(FLOOR, MEASURED):
-            yield Comparison(claims.target("smallest-budget"), None, f"{network}: did not train near its floor")
+            yield Comparison(target("smallest-budget"), None, f"{network}: did not train near its floor")
             continue
         budget, held = (amount(point.values(FLOOR, quantity)[0], "MiB") for quantity in (BUDGET, MEASURED))
         yield Comparison(
-            claims.target("smallest-budget"),
+            target("smallest-budget"),
             spread([point.facts["ideal peak MiB"] / needed_mib(point, FLOOR)]),
             f"{network}: trained in {budget}, of which it held {held}; the larger counts; {point.facts['plan']}",
         )
@@ -323,13 +466,13 @@ def _traffic(points: list[Point]) -> Iterator[Comparison]:
             lacking = next((name for name in (theirs, ours) if not point.has(name, MOVED)), None)
             if lacking:
                 note = f"{network}, {lacking}{why_missing(point, lacking)}"
-                yield Comparison(claims.target("moved-share"), None, note)
+                yield Comparison(target("moved-share"), None, note)
                 continue
             (moved, most), (held, budget) = (
                 [point.values(name, quantity)[0] for name in (ours, theirs)] for quantity in (MOVED, MEASURED)
             )
             yield Comparison(
-                claims.target("moved-share"),
+                target("moved-share"),
                 spread([100 * moved / most]),
                 f"{network}, {theirs}: {amount(moved, 'MiB')} in {amount(held, 'MiB')} against "
                 f"{amount(most, 'MiB')} in {amount(budget, 'MiB')}",
@@ -340,9 +483,9 @@ def _planning(points: list[Point]) -> Iterator[Comparison]:
     for point in points:
         (name,) = point.variants(PLANNING)
         where = f"{point.at['network']}, batch {point.facts['batch size']}"
-        yield Comparison(claims.target("planning-time"), spread(point.values(name, PLANNING)), where)
+        yield Comparison(target("planning-time"), point.spread(name, PLANNING), where)
         for quantity, what in ((FIRST, "the first time, with code it loads"), (AGAIN, "the second time")):
             extra = point.values(name, quantity)
             share = [100 * value / (1024 * point.facts["peak GiB"]) for value in extra]
             remark = f"{where}: {amount(spread(extra).median, 'MiB')} {what}"
-            yield Comparison(claims.target("planning-memory"), spread(share), remark)
+            yield Comparison(target("planning-memory"), spread(share), remark)

@@ -3,8 +3,7 @@
 from functools import partial
 from typing import Any
 
-from retime.recipes.core.claims import Claim
-from retime.recipes.core.published import claim_of, paper, target_of
+from retime.recipes.core.claims import Claim, claim_of, paper, target_of
 
 claim = partial(claim_of, "ooo")
 target = partial(target_of, "ooo")

@@ -14,14 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from retime.foundations.measure import Spread, speedup, spread
 from retime.mechanisms.pipeline import Costs, Planner
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import Spread, speedup, spread
-from retime.recipes.core.of_points import titled
-from retime.recipes.core.published import paper
+from retime.recipes.core.claims import Comparison, Target, paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.emulated import (
     ClusterUnavailable,
     Network,

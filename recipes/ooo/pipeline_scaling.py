@@ -14,13 +14,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from retime.foundations.measure import spread
 from retime.mechanisms.pipeline import Costs, PipelineError, Planner
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.measure import spread
-from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.ooo.claims import claim, pipelines
 from retime.recipes.ooo.settings import PaperPipelineSettings
 from retime.schedules import Schedule, Task

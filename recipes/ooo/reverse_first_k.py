@@ -14,13 +14,11 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import Spread, spread
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Comparison, Target, show
-from retime.recipes.core.measure import Spread, spread
-from retime.recipes.core.of_points import ratio, titled
-from retime.recipes.core.published import paper
+from retime.recipes.core.claims import Comparison, Target, paper, show
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result
+from retime.recipes.core.results import Point, Result, ratio, titled
 from retime.recipes.ooo.claims import claim, target
 from retime.recipes.ooo.cluster import (
     IDLE,

@@ -13,13 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from retime.recipes.core import charts, tables
+from retime.foundations.measure import spread
+from retime.recipes.core import charts, results
 from retime.recipes.core.build import build
 from retime.recipes.core.claims import Comparison, amount
-from retime.recipes.core.measure import spread
-from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.recipe import Measured, SimulatedRecipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.simulated import SimulatedRecipe
 from retime.recipes.ooo import claims
 from retime.recipes.ooo.calibration import CalibratedSimulator, calibrate, read_runs
 from retime.recipes.ooo.model_costs import (
@@ -305,7 +304,7 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
             table.add_row(*map(str, point.at.values()), str(devices), *images, *gains)
         console.print(table)
         summary = dataclasses.replace(result, points=[])
-        tables.show(summary, self.quantity, self.compare(result), self.notes(result), self.references, console)
+        results.show(summary, self.quantity, self.compare(result), self.notes(result), self.references, console)
 
     def draw(self, result: Result, path: Path) -> None:
         network = result.points[0].at["network"]

@@ -34,15 +34,15 @@ import torch
 
 from retime.commands.advise_worker import FIRST_STEPS, METHODS, fit_in_turns
 from retime.commands.advise_worker import PLAIN as PLAIN_STEP
+from retime.foundations.measure import Spread, speedup, spread
 from retime.foundations.workers import Worker, WorkerError, closing
 from retime.mechanisms.two_streams import TwoStreamReport
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
-from retime.recipes.core.measure import Spread, interleave, speedup, spread
-from retime.recipes.core.of_points import titled
+from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.core.trainer_loop import Task, quiet_lightning
 from retime.recipes.core.verdicts import inside
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of

@@ -10,11 +10,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import spread
 from retime.recipes.core.claims import Claim, Comparison
-from retime.recipes.core.measure import spread
-from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.recipe import Measured, Recipe, SimulatedRecipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.simulated import SimulatedRecipe
 from retime.recipes.ooo import claims
 from retime.recipes.ooo.claims import pipelines
 from retime.recipes.ooo.settings import PaperPipelineSettings, SimulatedSettings

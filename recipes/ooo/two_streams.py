@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import CLOSE, Comparison, amount, judged
-from retime.recipes.core.measure import spread
-from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.recipe import Measured, SimulatedRecipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.simulated import SimulatedRecipe
 from retime.recipes.ooo import claims
 from retime.recipes.ooo import counted_networks as counted
 from retime.recipes.ooo.counted_networks import (

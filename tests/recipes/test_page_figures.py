@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from retime.foundations.measure import spread
 from retime.recipes import report
-from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.page_figures import FIGURES, MARK, Figure, fill, filled, pages_of, texts_of, written
 

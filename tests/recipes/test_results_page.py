@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from retime.foundations.measure import spread
 from retime.recipes import report, results_index
-from retime.recipes.core import history
+from retime.recipes.core import machine
 from retime.recipes.core.charts import MOST_PIXELS
 from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import spread
 from retime.recipes.core.results import FILE, Point, Result, Row, load
 from retime.recipes.core.verdicts import Verdict
 from retime.recipes.results_index import index
@@ -85,12 +85,12 @@ def test_claims_of_a_paper_cite_its_value(papers: list[JudgedPaper]) -> None:
 
 
 def test_commits_are_in_the_history(recorded: dict[Path, Result]) -> None:
-    if not history.whole():
+    if not machine.whole():
         pytest.skip("no checkout with the whole history")
     lost = {
         name_of(path, RESULTS)
         for path, result in recorded.items()
-        if not all(history.in_history(commit) for commit in history.commits(result))
+        if not all(machine.in_history(commit) for commit in machine.commits(result))
     }
     assert lost == set()
 
@@ -103,23 +103,23 @@ def test_age_counts_commits_that_touch_the_code(monkeypatch: pytest.MonkeyPatch)
         asked.append(arguments)
         return None if "lost" in arguments else answers[arguments[0]]
 
-    for cached in (history.whole, history.in_history, history._touching):
+    for cached in (machine.whole, machine.in_history, machine._touching):
         cached.cache_clear()
-    monkeypatch.setattr(history, "_git", git)
+    monkeypatch.setattr(machine, "_git", git)
     result = Result("demo", "a.Recipe", "a-paper", "Figure 1", "A title", [made_up("abc+changes", 1)])
     try:
-        assert history.age(result, ["mechanisms/scan"]) == "stale, 3 commits"
+        assert machine.age(result, ["mechanisms/scan"]) == "stale, 3 commits"
         assert ("rev-list", "--count", "abc..HEAD", "--", ":(top)mechanisms/scan") in asked
         answers["rev-list"] = "0"
-        assert history.age(result, ["recipes/bppsa"]) == "current"
+        assert machine.age(result, ["recipes/bppsa"]) == "current"
         result.points.append(made_up("lost", 2))
-        assert history.age(result, ["recipes/bppsa"]) == "commit not in the history"
-        history.whole.cache_clear()
+        assert machine.age(result, ["recipes/bppsa"]) == "commit not in the history"
+        machine.whole.cache_clear()
         answers["rev-parse"] = "true"
-        assert history.age(result, ["recipes/bppsa"]) == "age unknown"
-        assert history.changed(result)
+        assert machine.age(result, ["recipes/bppsa"]) == "age unknown"
+        assert machine.changed(result)
     finally:
-        for cached in (history.whole, history.in_history, history._touching):
+        for cached in (machine.whole, machine.in_history, machine._touching):
             cached.cache_clear()
 
 

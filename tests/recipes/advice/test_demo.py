@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.commands.advise_turns import MethodError
@@ -18,7 +17,7 @@ from retime.recipes.advice import demo
 from retime.recipes.advice.demo import PEAK, SPEED, STEP, Demo
 from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import register_all, settings_of
+from support.recipes import settings_for
 from support.time_limits import limit_s
 
 MLP = {"_target_": "retime.recipes.models.mlp", "depth": 2, "width": 16, "in_features": 8, "num_classes": 4}
@@ -27,9 +26,7 @@ CASE = {"model": MLP, "data": DATA, "batch_size": 8, "optimizer": {"_target_": "
 
 
 def settings(methods: list[str], **more: Any) -> AdviceSettings:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        whole = settings_of(compose("config", ["experiment=demo", "rounds=1", "steps=4"]))
+    whole = settings_for("experiment=demo", "rounds=1", "steps=4")
     assert isinstance(whole, AdviceSettings)
     return replace(whole, cases={"net": {**CASE, **more, "methods": methods}}, seconds=limit_s(60))
 

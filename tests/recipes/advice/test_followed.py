@@ -4,22 +4,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.recipes.advice import followed
 from retime.recipes.advice.followed import ADVISED, PLAIN, STEP, Followed
 from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import register_all, settings_of
+from support.recipes import assert_draws, settings_for
 from support.time_limits import limit_s
 
 
 @pytest.fixture
 def settings() -> AdviceSettings:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        whole = settings_of(compose("config", ["experiment=advise", "processes=1", "steps=2", "seconds=60"]))
+    whole = settings_for("experiment=advise", "processes=1", "steps=2", "seconds=60")
     case = whole.cases["MLP"]
     model = {**case["model"], "depth": 2, "width": 32}
     return replace(whole, cases={"MLP": {**case, "model": model}}, timeout_s=limit_s(120))
@@ -39,8 +36,7 @@ def test_training_as_advised(settings: AdviceSettings, tmp_path: Path, monkeypat
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     (point,) = result.points
     assert point.variants(STEP) == [PLAIN, ADVISED]
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def made_up(plain: list[float], advised: list[float]) -> Result:

@@ -1,6 +1,5 @@
 """The recipes on BPPSA's convolutional networks, at small sizes, from the command line to the report."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,19 +7,22 @@ import pytest
 import torch
 from torch import nn
 
-from retime.recipes import __main__ as command
-from retime.recipes.bppsa import convolutional_flops as flops
 from retime.recipes.bppsa.convolutional import (
+    DENSE,
     MOVED,
     PLAIN,
+    SCAN,
+    SPARSE,
     Convergence,
+    PrunedFlops,
     differences,
     first_difference,
+    jacobians,
+    operator_flop,
     scan_name,
     scans,
     variants,
 )
-from retime.recipes.bppsa.convolutional_flops import DENSE, SCAN, SPARSE, jacobians, operator_flop
 from retime.recipes.bppsa.convolutional_jacobians import (
     ALL,
     AUTOGRAD,
@@ -36,22 +38,6 @@ from retime.recipes.core.results import Result, load
 from retime.recipes.models import lenet5
 
 Command = Callable[..., Path]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Runs the command line in an empty folder; returns the folder of the only result."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: str) -> Path:
-        monkeypatch.setattr(sys, "argv", ["retime.recipes", "hardware.cores=null", *arguments])
-        command.main()
-        (path,) = (tmp_path / "outputs").rglob("result.json")
-        assert {each.name for each in path.parent.iterdir()} >= {"result.csv", "result.md", "result.png"}
-        return path
-
-    return call
 
 
 def test_table_1(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +136,7 @@ def test_figure_10(run: Command, tmp_path: Path) -> None:
 
 def test_figure_10_refuses_an_unknown_case() -> None:
     with pytest.raises(ValueError, match=r"cases\.mine=.*pruning is one of class_blind, class_uniform"):
-        flops.PrunedFlops().points(ConvolutionalSettings(cases={"mine": {"pruning": "random", "zeros": "guaranteed"}}))
+        PrunedFlops().points(ConvolutionalSettings(cases={"mine": {"pruning": "random", "zeros": "guaranteed"}}))
 
 
 def test_operators_of_back_propagation_are_counted_as_published() -> None:

@@ -6,20 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.mechanisms.scan import CsrPattern, transposed_jacobian
-from retime.recipes.bppsa import jacobian_patterns
-from retime.recipes.bppsa.jacobian_patterns import NON_ZERO, OTHERS, PLACES, STORED, Patterns
+from retime.recipes.bppsa import convolutional_jacobians
+from retime.recipes.bppsa.convolutional_jacobians import NON_ZERO, OTHERS, PLACES, STORED, Patterns
 from retime.recipes.core.results import Result
-from retime.recipes.core.schema import register_all, settings_of
+from support.recipes import settings_for
 
 
 def run(folder: Path, *overrides: str) -> Result:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        settings = settings_of(compose("config", ["experiment=bppsa_fig5", "image_size=4", *overrides]))
+    settings = settings_for("experiment=bppsa_fig5", "image_size=4", *overrides)
     return Patterns().run(settings, folder, Console(quiet=True))
 
 
@@ -42,6 +39,6 @@ def test_a_place_too_many_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
         outputs, found = transposed_jacobian(layer, inputs)
         return outputs, SimpleNamespace(pattern=CsrPattern.full(found.pattern.rows, found.pattern.columns))
 
-    monkeypatch.setattr(jacobian_patterns, "transposed_jacobian", full)
+    monkeypatch.setattr(convolutional_jacobians, "transposed_jacobian", full)
     (point,) = run(tmp_path, "operators=[relu]", "rounds=8").points
     assert point.facts[OTHERS] == 32 * 32 - 32

@@ -1,28 +1,36 @@
 """BPPSA's recurrent recipes: small runs of each, what they count, and the paper's numbers."""
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from retime.recipes import __main__ as command
-from retime.recipes.bppsa import claims
 from retime.recipes.bppsa.recurrent import (
     BASELINE,
     RAN,
+    Targets,
     TrainingLoop,
     gradient_differences,
     label,
     solver_taken,
     steps_for,
+    worst_of,
 )
-from retime.recipes.bppsa.recurrent_curves import Curves, InstrumentCurves, Shuffled, smoothed, thinned
-from retime.recipes.bppsa.recurrent_sensitivity import Instruments, Scaling, over_batch, over_length
-from retime.recipes.bppsa.recurrent_targets import Targets, worst_of
-from retime.recipes.bppsa.settings import RecurrentSettings
-from retime.recipes.core.published import paper
+from retime.recipes.bppsa.recurrent_figures import (
+    Curves,
+    InstrumentCurves,
+    Instruments,
+    Scaling,
+    Shuffled,
+    over_batch,
+    over_length,
+    smoothed,
+    thinned,
+)
+from retime.recipes.bppsa.settings import RecurrentSettings, of_epochs
+from retime.recipes.core.claims import paper
 from retime.recipes.core.results import Point, load
 from retime.recipes.core.schema import Hardware
 from retime.recipes.data import bitstreams, synthetic_irmas
@@ -122,15 +130,15 @@ def test_long_sequences_have_short_blocks():
 
 
 def test_the_papers_tables_say_what_its_text_says():
-    longest = claims.of_epochs("Table 4", "RNN, T=1000, B=16")
+    longest = of_epochs("Table 4", "RNN, T=1000, B=16")
     assert longest["step"].value == pytest.approx(1.82, abs=0.01)
     assert longest["backward"].value == pytest.approx(8.0, abs=0.1)
-    assert claims.of_epochs("Table 5", "RNN, T=1000, B=16")["step"].value == longest["step"].value
-    prepared = claims.of_epochs("Table 6", "GRU, L, B=16")["backward"].value
+    assert of_epochs("Table 5", "RNN, T=1000, B=16")["step"].value == longest["step"].value
+    prepared = of_epochs("Table 6", "GRU, L, B=16")["backward"].value
     assert prepared == pytest.approx((11.43 - 5.78) / (6.91 - 6.06))
-    gains = [claims.of_epochs("Table 4", what)["backward"].value for what in paper("bppsa").tables["Table 4"]]
+    gains = [of_epochs("Table 4", what)["backward"].value for what in paper("bppsa").tables["Table 4"]]
     assert max(gains) == pytest.approx(52.8, abs=0.1)
-    assert claims.of_epochs("Table 4", "RNN, T=1, B=16") == {}
+    assert of_epochs("Table 4", "RNN, T=1, B=16") == {}
 
 
 # --- recipes
@@ -210,10 +218,8 @@ def test_an_unknown_kind_of_case_is_refused(tmp_path: Path):
         run(Targets, tmp_path / "r", cases={"a": {"kind": "speeed"}})
 
 
-def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_from_the_command_line(run: Callable[..., Path]):
     overrides = ["rounds=1", "warmup_rounds=0", "steps=1", "sequence_lengths=[10]", "batch_sizes=[]", "batch_size=2"]
-    monkeypatch.setattr(sys, "argv", ["retime.recipes", "experiment=bppsa_fig8", *overrides])
-    command.main()
-    (found,) = (tmp_path / "outputs" / "bppsa" / "figure-8" / "cpu").rglob("result.json")
+    found = run("experiment=bppsa_fig8", *overrides)
+    assert "outputs/bppsa/figure-8/cpu/" in found.as_posix()
     assert load(found).points[0].at == {"T": 10, "B": 2}

@@ -4,7 +4,6 @@ from math import log2
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.mechanisms.scan import scan_plan
@@ -20,8 +19,8 @@ from retime.recipes.bppsa.scan_workers import (
     jacobians_kept,
     steps_on,
 )
-from retime.recipes.core.schema import register_all, settings_of
 from retime.schedules.pipeline import StageCosts, block, gpipe, simulate_pipeline
+from support.recipes import assert_draws, settings_for
 
 
 @pytest.mark.parametrize("n", [3, 7, 63, 1023])
@@ -54,9 +53,7 @@ def test_a_pipeline_stores_an_activation_a_micro_batch() -> None:
 
 
 def test_the_recipe(tmp_path: Path) -> None:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        settings = settings_of(compose("config", ["experiment=bppsa_workers", "matrices=[7,15]", "workers=[1,8,16]"]))
+    settings = settings_for("experiment=bppsa_workers", "matrices=[7,15]", "workers=[1,8,16]")
     recipe = ScanWorkers()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     assert [tuple(point.at.values()) for point in result.points] == [(7, 1), (7, 8), (15, 1), (15, 8), (15, 16)]
@@ -69,5 +66,4 @@ def test_the_recipe(tmp_path: Path) -> None:
     console = Console(record=True, width=160)
     recipe.show(result, console)
     assert "products over n: 1.57 to 1.73, of 5 points" in console.export_text()
-    recipe.draw(result, tmp_path / "result.png")
-    assert (tmp_path / "result.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)

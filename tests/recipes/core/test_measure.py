@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from retime.foundations.measure import speedup, spread
 from retime.recipes.core.claims import Claim, Comparison, Target, amount
-from retime.recipes.core.measure import PhaseClock, interleave, middle_step, pinned, speedup, spread
+from retime.recipes.core.measure import PhaseClock, interleave, middle_step, pinned
 
 
 def test_every_round_runs_every_variant_in_another_order() -> None:

@@ -5,9 +5,8 @@ from math import inf
 import pytest
 
 from retime.commands.advise_turns import judged
-from retime.recipes.core.claims import Claim, Comparison, Target
-from retime.recipes.core.measure import Spread, spread
-from retime.recipes.core.published import Check, Paper, Published, Reading
+from retime.foundations.measure import Spread, spread
+from retime.recipes.core.claims import Check, Claim, Comparison, Paper, Published, Reading, Target
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.verdicts import Value, Verdict, accepted, along, counted, inside, judge, kind_of, values_of
 

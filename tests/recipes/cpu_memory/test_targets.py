@@ -4,15 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.foundations.cpu_pool import MemoryPool
-from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpu_memory import allocators
 from retime.recipes.cpu_memory.allocators import NoAllocatorError, environment_of
 from retime.recipes.cpu_memory.settings import AllocatorSettings
 from retime.recipes.cpu_memory.targets import GROWN, LIVE, STEP, AllocatorTargets, best_of
+from support.recipes import assert_draws, settings_for
 
 SMALL = [
     *("experiment=cpu_memory_targets", "processes=1", "rounds=2", "allocators=[glibc,kept_heap,tcmalloc]"),
@@ -26,9 +25,7 @@ SMALL = [
 def settings(monkeypatch) -> AllocatorSettings:
     monkeypatch.setattr(allocators, "_FOLDERS", ())
     monkeypatch.setattr(allocators.ctypes.util, "find_library", lambda name: None)
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        whole = settings_of(compose("config", SMALL))
+    whole = settings_for(*SMALL)
     case = whole.cases["linear-4"]  # a process each: one with the pool, one with a variant of fusion
     ours = {label: case["ours"][label] for label in ("with retime's pool", "retime backward fusion")}
     return replace(whole, cases={"linear-4": {**case, "ours": ours}})
@@ -53,8 +50,7 @@ def test_it_measures_and_reports(settings, tmp_path: Path) -> None:
     wanted = [line.against.value for line in lines if "linear-4, over" in line.note]
     assert wanted == [1.0, 1.1, 1.06]
     assert any("page faults avoided" in note for note in recipe.notes(result))
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def test_libraries_in_other_places(tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.mechanisms.cpu_accumulation import SumTimes, TimedSum
 from retime.recipes.core.results import Point, Row
-from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpuacc.layer_table import ALL, ALONE, LayerTable, exposure, published
-from retime.recipes.cpuacc.layer_times import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE, WAIT, of_pass
+from retime.recipes.cpuacc.worker import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE, WAIT, of_pass
+from support.recipes import assert_draws, settings_for
 
 SMALL = [
     "experiment=cpuacc_table4",
@@ -27,9 +26,7 @@ SMALL = [
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
 def test_it_measures_every_layer(tmp_path: Path) -> None:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        settings = settings_of(compose("config", SMALL))
+    settings = settings_for(*SMALL)
     recipe = LayerTable()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     (point,) = result.points
@@ -46,8 +43,7 @@ def test_it_measures_every_layer(tmp_path: Path) -> None:
     by_layer = [line.against.value for line in recipe.compare(result)[3:]]
     assert by_layer == [time for times in table.values() for time in times]
     assert f"  - {exposure(point)}" in recipe.notes(result)
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def _sum(size: int, given: float, began: float, ended: float) -> TimedSum:

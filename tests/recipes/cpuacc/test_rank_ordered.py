@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from retime.recipes.cpuacc.rank_ordered import rank_ordered
+from retime.recipes.cpuacc.naive import rank_ordered
 
 
 def test_gradients_are_divided_and_added_one_rank_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpuacc.targets import STEP, SUM, Targets, target
 from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES
+from support.recipes import assert_draws, settings_for
 
 SMALL = [
     "experiment=cpuacc_targets",
@@ -28,9 +27,7 @@ SMALL = [
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
 def test_it_measures_and_reports(tmp_path: Path) -> None:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        settings = settings_of(compose("config", SMALL))
+    settings = settings_for(*SMALL)
     few = ("ddp, 25 MiB", "cpu_accumulate_ddp, 25 MiB", "ooo_ddp on host")
     settings = replace(settings, variants={label: settings.variants[label] for label in few})
     recipe = Targets()
@@ -44,5 +41,4 @@ def test_it_measures_and_reports(tmp_path: Path) -> None:
     wanted = [line.against for line in recipe.compare(result)[:5]]
     assert wanted == [target(name) for name in ("over-gloo", "of-copy", "same", "in-fit", "out-of-order")]
     assert any("exposed communication" in note for note in recipe.notes(result))
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Result
-from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.fusion.orders import (
     BACKWARD,
     BASELINE,
@@ -23,17 +21,15 @@ from retime.recipes.fusion.orders import (
     traffic,
 )
 from retime.schedules import backward_fusion, baseline, forward_fusion
+from support.recipes import assert_draws, settings_for
 
 MLP = "{_target_: retime.recipes.models.mlp, depth: 4, width: 10}"
 
 
 def run(recipe: Recipe[Any], folder: Path, *overrides: str) -> Result:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        settings = settings_of(compose("config", [*overrides]))
+    settings = settings_for(*overrides)
     result = recipe.run(settings, folder, Console(quiet=True))
-    recipe.draw(result, folder / "result.png")
-    assert (folder / "result.png").stat().st_size > 1000
+    assert_draws(recipe, result, folder)
     return result
 
 

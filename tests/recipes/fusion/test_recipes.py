@@ -9,7 +9,7 @@ from torch import nn
 
 from retime.recipes.core.build import KernelUnavailable, build, build_batches, build_optimizer, loss_of
 from retime.recipes.core.trainer_loop import GradientBytes, digest, train
-from retime.recipes.fusion.fit import fit_speedup
+from retime.recipes.fusion.figures import fit_speedup
 from retime.recipes.fusion.trainer import largest_layer_bytes, trainer_run
 from retime.recipes.fusion.variants import VARIANTS, BareLoop, choose_variants, kernel_flags
 from retime.recipes.models import mlp

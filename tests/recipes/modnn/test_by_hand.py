@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.recipes.modnn.by_hand import checkpointed, part_sizes, prepared, saving
+from retime.recipes.modnn.budget_worker import checkpointed, part_sizes, prepared, saving
 
 
 class Blocks(nn.Module):

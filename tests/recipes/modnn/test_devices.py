@@ -1,14 +1,23 @@
 """Figures 17 to 19 of moDNN: sums of gradients by hand, and the recipe at a small size."""
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from retime.recipes import __main__ as command
 from retime.recipes.core.results import Point, Result, Row, load
-from retime.recipes.modnn.accumulation import Gradient, Host, gradients, naive_ms, overlapped_ms
-from retime.recipes.modnn.four_devices import FOUR_IDEAL, NAIVE, ONE, FourDevices, overlapped
+from retime.recipes.modnn.four_devices import (
+    FOUR_IDEAL,
+    NAIVE,
+    ONE,
+    FourDevices,
+    Gradient,
+    Host,
+    gradients,
+    naive_ms,
+    overlapped,
+    overlapped_ms,
+)
 from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.simulated import BATCH, IDEAL
 from retime.schedules.budget import Block, BlockKind, GraphTask, Phase, TaskGraph
@@ -75,15 +84,11 @@ def test_sums_at_the_end_by_hand() -> None:
     assert naive_ms(found, HOST, 900.0) == 14.0
 
 
-def test_figures_17_to_19(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_17_to_19(run: Callable[..., Path]) -> None:
     model = "{_target_: retime.recipes.models.vgg, depth: [1, 1, 1, 1, 1], width: 0.25, image_size: 64}"
     cases = f"+cases={{VGG: {{batch_size: 64, image_size: 64, model: {model}}}}}"
-    monkeypatch.chdir(tmp_path)
-    arguments = ["experiment=modnn_fig17_simulated", "~cases", cases, "budgets=[0.2,0.06,0.001]", "devices=4"]
-    monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])
-    command.main()
-    (path,) = (tmp_path / "outputs").rglob("result.json")
-    result = load(path)
+    experiment = ("experiment=modnn_fig17_simulated", "~cases", cases, "budgets=[0.2,0.06,0.001]", "devices=4")
+    result = load(path := run(*experiment))
     assert result.simulated
     *fitting, impossible = result.points
     for point in fitting:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from retime.recipes.modnn.energy_meter import EnergyMeter, NoMeterError, RaplCounter, Watch, find_meter
+from retime.recipes.modnn.power import EnergyMeter, NoMeterError, RaplCounter, Watch, find_meter
 
 
 def package(folder: Path, name: str, microjoules: int, span: int = 1_000_000_000) -> Path:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from matplotlib.text import Annotation
 
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
-from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.modnn.power import ENERGY, MEAN, MOST, NO_METER, Power

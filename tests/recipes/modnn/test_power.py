@@ -1,20 +1,17 @@
 """Figures 15 and 16: without a meter nothing is made up, with one its joules are what is reported."""
 
-import sys
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from retime.recipes import __main__ as command
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware
-from retime.recipes.modnn import claims
 from retime.recipes.modnn import power as modnn_power
-from retime.recipes.modnn.energy_meter import EnergyMeter
-from retime.recipes.modnn.power import ENERGY, MEAN, MOST, NO_METER, Power
-from retime.recipes.modnn.settings import MemorySettings
+from retime.recipes.modnn.power import ENERGY, MEAN, MOST, NO_METER, EnergyMeter, Power
+from retime.recipes.modnn.settings import MemorySettings, claim
 from retime.recipes.modnn.side_by_side import BUDGET, STEP, UNLIMITED
 
 
@@ -26,13 +23,8 @@ def settings(**more: Any) -> MemorySettings:
     return MemorySettings(hardware=Hardware("cpu", "cpu", None), cases={"net": {}}, budgets=[50], steps=2, **more)
 
 
-def test_without_a_meter_the_reason_is_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys, "argv", ["retime.recipes", "experiment=modnn_fig15", "powercap=none", "hardware.cores=null"]
-    )
-    command.main()
-    (path,) = (tmp_path / "outputs").rglob("result.json")
+def test_without_a_meter_the_reason_is_all_there_is(run: Callable[..., Path]) -> None:
+    path = run("experiment=modnn_fig15", "powercap=none")
     (point,) = load(path).points
     assert point.rows == []
     (line,) = Power().compare(load(path))
@@ -73,7 +65,7 @@ def test_power_and_energy_over_unlimited(tmp_path: Path) -> None:
     ]
     point = Point({"network": "net"}, {}, rows, {"meter": "made up", "ideal peak MiB": 10.0})
     (line,) = Power().compare(result(point))
-    assert line.against == claims.claim("figure-15")
+    assert line.against == claim("figure-15")
     assert line.measured is not None
     assert line.measured.rounds == pytest.approx([10.0, 10.0])
     Power().draw(result(point), tmp_path / "result.png")

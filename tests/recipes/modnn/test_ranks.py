@@ -1,29 +1,25 @@
 """Figure 17 for real: two ranks inside a budget, how often they reduce, and that they learn what one process learns."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from retime.recipes import __main__ as command
 from retime.recipes.core.results import Point, Result, Row, load
-from retime.recipes.modnn import claims
 from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ONCE, ONE, PLANNING, WHOLE
 from retime.recipes.modnn.ranks import REDUCED, REFUSED, WAYS, Ranks
+from retime.recipes.modnn.settings import claim, target
 from retime.recipes.modnn.side_by_side import BUDGET, DIFFERENCE, MEASURED, PREDICTED, STEP
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /proc")
-def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_two_ranks(run: Callable[..., Path]) -> None:
     mlp = "{_target_: retime.recipes.models.mlp, depth: 6, width: 32}"
     data = "{_target_: retime.recipes.data.synthetic_vectors, features: 32, classes: 32, length: 4096}"
     cases = f"+cases={{MLP: {{batch_size: 4096, model: {mlp}, data: {data}}}}}"
-    arguments = ["experiment=modnn_fig17", "~cases", cases, "budgets=[36,5]", "rounds=1", "warmup_rounds=1", "steps=1"]
-    monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])
-    command.main()
-    (path,) = (tmp_path / "outputs").rglob("result.json")
+    path = run("experiment=modnn_fig17", "~cases", cases, "budgets=[36,5]", "rounds=1", "warmup_rounds=1", "steps=1")
     print(path.with_name("result.md").read_text())
     result = load(path)
     point, tight = result.points
@@ -50,15 +46,15 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for way in WAYS:
         assert point.values(way, DIFFERENCE)[0] < 10
     compared = {line.against: line.measured for line in Ranks().compare(result)}
-    lines = [line.note for line in Ranks().compare(result) if line.against == claims.target("host-meanwhile")]
+    lines = [line.note for line in Ranks().compare(result) if line.against == target("host-meanwhile")]
     assert [note.split(", over ")[1] for note in lines] == [NAIVE, NAIVE_ONCE, ONCE]
-    assert compared[claims.target("once-over-each")] is not None
-    assert compared[claims.target("within-budget")] is not None
-    assert compared[claims.target("prediction-error")] is not None
-    assert compared[claims.target("ranks-difference")] is not None
-    assert compared[claims.claim("figure-17-ideal")] is not None
-    assert compared[claims.claim("figure-17-modnn")] is None
-    assert compared[claims.claim("figure-18-6-gb-naive")] is None
+    assert compared[target("once-over-each")] is not None
+    assert compared[target("within-budget")] is not None
+    assert compared[target("prediction-error")] is not None
+    assert compared[target("ranks-difference")] is not None
+    assert compared[claim("figure-17-ideal")] is not None
+    assert compared[claim("figure-17-modnn")] is None
+    assert compared[claim("figure-18-6-gb-naive")] is None
 
 
 def point(sub_batch: int, measured_mib: float) -> Point:
@@ -80,14 +76,14 @@ def lines(given: Point) -> dict[str, tuple[float | None, str]]:
 def test_peaks_of_ranks_are_held_against_the_budget_and_the_prediction() -> None:
     over = lines(point(sub_batch=4, measured_mib=5.0))
     where = f"net with 2 ranks on 2 cores, 50 %, {ONCE}"
-    assert over[claims.target("within-budget").what] == (1.25, f"{where}: 5.00 MiB in 4.00 MiB")
-    assert over[claims.target("prediction-error").what] == (150.0, f"{where}: 5.00 MiB where 2.00 MiB were predicted")
+    assert over[target("within-budget").what] == (1.25, f"{where}: 5.00 MiB in 4.00 MiB")
+    assert over[target("prediction-error").what] == (150.0, f"{where}: 5.00 MiB where 2.00 MiB were predicted")
     less = lines(point(sub_batch=4, measured_mib=1.0))
-    assert less[claims.target("prediction-error").what][0] == 50.0, "too much predicted is an error too"
+    assert less[target("prediction-error").what][0] == 50.0, "too much predicted is an error too"
 
 
 @pytest.mark.parametrize(("sub_batch", "compared"), [(7, True), (8, False), (9, False)])
 def test_one_sub_batch_leaves_nothing_to_compare(sub_batch: int, compared: bool) -> None:
-    ratio, remark = lines(point(sub_batch, measured_mib=2.0))[claims.target("once-over-each").what]
+    ratio, remark = lines(point(sub_batch, measured_mib=2.0))[target("once-over-each").what]
     assert ratio == (1.25 if compared else None)
     assert ("nothing to compare" in remark) is not compared

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from retime.foundations.measure import spread
 from retime.foundations.workers import Worker, WorkerError
-from retime.recipes import __main__ as command
-from retime.recipes.core.measure import spread
 from retime.recipes.core.results import load
-from retime.recipes.modnn import claims
 from retime.recipes.modnn.budget_worker import Server
 from retime.recipes.modnn.budgets import Budgets
 from retime.recipes.modnn.floor import EQ_7, EQ_7_GRADIENTS, FLOOR, IDEAL, MEMORY, NO_WEIGHTS, PEAK, Floors
-from retime.recipes.modnn.k40 import k40_graph
 from retime.recipes.modnn.networks import (
     Network,
     in_place,
@@ -23,8 +20,7 @@ from retime.recipes.modnn.networks import (
     separate_gradients,
     weight_gradients_pass,
 )
-from retime.recipes.modnn.report import best_peer, budgets_of, fastest_plain
-from retime.recipes.modnn.settings import MemorySettings
+from retime.recipes.modnn.settings import MemorySettings, claim
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     BY_HAND,
@@ -38,6 +34,9 @@ from retime.recipes.modnn.side_by_side import (
     STEP,
     UNLIMITED,
     VDNN_PLUS,
+    best_peer,
+    budgets_of,
+    fastest_plain,
     side_by_side,
 )
 from retime.recipes.modnn.side_by_side import MOVED as MOVED_A_STEP
@@ -56,6 +55,7 @@ from retime.recipes.modnn.simulated import (
     VDNN_CONV,
     VDNN_LEAST,
     Alone,
+    k40_graph,
 )
 from retime.recipes.modnn.simulated import IDEAL as IDEAL_TIME
 from retime.recipes.modnn.simulated import MEMORY as SHARE
@@ -63,22 +63,6 @@ from retime.schedules.modnn import all_blocks_bytes, lower_bound, lower_bound_of
 
 Command = Callable[..., Path]
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.01}
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Runs the command line in an empty folder; returns the only result."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: str) -> Path:
-        monkeypatch.setattr(sys, "argv", ["retime.recipes", "hardware.cores=null", *arguments])
-        command.main()
-        (path,) = (tmp_path / "outputs").rglob("result.json")
-        assert {each.name for each in path.parent.iterdir()} >= {"result.csv", "result.md", "result.png"}
-        return path
-
-    return call
 
 
 def small_vgg() -> Network:
@@ -103,7 +87,7 @@ def test_figure_9(run: Command) -> None:
     assert point.values(IDEAL, MEMORY)[0] == pytest.approx(97.1, abs=0.1)
     assert point.values(EQ_7, MEMORY)[0] == pytest.approx(1.44, abs=0.005)
     assert point.values(NO_WEIGHTS, MEMORY)[0] < point.values(EQ_7, MEMORY)[0] < point.values(FLOOR, MEMORY)[0]
-    published = [line for line in Floors().compare(result) if line.against == claims.claim("vgg-101-floor")]
+    published = [line for line in Floors().compare(result) if line.against == claim("vgg-101-floor")]
     assert len(published) == 1
 
 
@@ -176,7 +160,7 @@ def test_figures_13_and_14(run: Command) -> None:
     together, vdnn = (point.values(name, SHARE)[0] for name in (TOGETHER, VDNN_AT_LEAST))
     assert together < memory[SUB_BATCHES]
     assert together < vdnn <= memory[OFFLOADING]
-    (line,) = [line for line in Alone().compare(load(path)) if line.against == claims.claim("ten-times-vdnn")]
+    (line,) = [line for line in Alone().compare(load(path)) if line.against == claim("ten-times-vdnn")]
     assert line.measured == spread([vdnn / together])
 
 

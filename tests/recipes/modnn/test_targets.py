@@ -11,14 +11,12 @@ import torch
 
 from retime.foundations.workers import WorkerError
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
-from retime.recipes import __main__ as command
 from retime.recipes.core.build import CPU, build_model, loss_of
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware
-from retime.recipes.modnn import claims
-from retime.recipes.modnn.refusal import FLOOR as FLOOR_THAT_TRAINS
-from retime.recipes.modnn.refusal import HINT, LAYER, TASK, check
-from retime.recipes.modnn.settings import MemorySettings
+from retime.recipes.modnn.budget_worker import FLOOR as FLOOR_THAT_TRAINS
+from retime.recipes.modnn.budget_worker import HINT, LAYER, TASK, check
+from retime.recipes.modnn.settings import MemorySettings, claim, target
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     BY_HAND,
@@ -34,8 +32,7 @@ from retime.recipes.modnn.side_by_side import (
     Network,
     failure,
 )
-from retime.recipes.modnn.target_kinds import AGAIN, FIRST, KINDS, OURS, PLANNING, VDNN
-from retime.recipes.modnn.targets import Targets
+from retime.recipes.modnn.targets import AGAIN, FIRST, KINDS, OURS, PLANNING, VDNN, Targets
 from retime.recipes.modnn.vdnn import Vdnn
 from retime.schedules.budget import BudgetError
 
@@ -58,17 +55,12 @@ def block(network: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Point]]:
+def run(run: Callable[..., Path]) -> Callable[..., dict[str, Point]]:
     """Runs the command line with cases of its own; returns the points by case."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
 
     def call(networks: str, cases: str, *more: str) -> dict[str, Point]:
         own = ["~networks", f"+networks={networks}", "~cases", f"+cases={cases}"]
-        arguments = ["experiment=modnn_targets", "hardware.cores=null", "rounds=1", "steps=1", *own, *more]
-        monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])
-        command.main()
-        (path,) = (tmp_path / "outputs").rglob("result.json")
+        path = run("experiment=modnn_targets", "rounds=1", "steps=1", *own, *more)
         return {point.at["case"]: point for point in load(path).points}
 
     return call
@@ -182,18 +174,18 @@ def test_lines_of_training() -> None:
     plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.0, "planning_s": 1.0}
     trained = point("a", "training", rows, plans={"50 %": plan}, refused={"25 %": "too small"})
     found = lines(trained)
-    assert found[claims.target("slowdown-50").what] == [(pytest.approx(1.15), "net, over unlimited")]
-    assert found[claims.target("slowdown-25").what] == [(None, "net: refused")]
-    assert found[claims.target("prediction-error").what] == [
+    assert found[target("slowdown-50").what] == [(pytest.approx(1.15), "net, over unlimited")]
+    assert found[target("slowdown-25").what] == [(None, "net: refused")]
+    assert found[target("prediction-error").what] == [
         (pytest.approx(2.5), "net: 50 % (a) 2.50 %; not trained: net at 25 %: refused"),
         (pytest.approx(2.0), f"{GIVING_BACK}, no plan: net (a) -2.00 %"),
     ]
-    assert found[claims.target("within-budget").what] == [
+    assert found[target("within-budget").what] == [
         (pytest.approx(0.82), "training, 1 of 1 that trained are inside; most: net, 50 %")
     ]
     split = (0.5, "net at 50 % 0.500 ppm; not trained: net at 25 %: refused")
-    assert found[claims.target("split-difference").what] == [split]
-    assert found[claims.target("offload-difference").what] == [(None, "not trained: net at 25 %: refused")]
+    assert found[target("split-difference").what] == [split]
+    assert found[target("offload-difference").what] == [(None, "not trained: net at 25 %: refused")]
 
 
 def test_the_fastest_allocator_of_the_plain_step_counts() -> None:
@@ -208,7 +200,7 @@ def test_the_fastest_allocator_of_the_plain_step_counts() -> None:
     plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.0, "planning_s": 1.0}
     trained = point("a", "training", rows, plans={"50 %": plan}, refused={"25 %": "too small"})
     remark = "net, over unlimited, tcmalloc; 1.150 x over unlimited"
-    assert lines(trained)[claims.target("slowdown-50").what] == [(pytest.approx(2.3), remark)]
+    assert lines(trained)[target("slowdown-50").what] == [(pytest.approx(2.3), remark)]
 
 
 def test_the_best_peer_is_the_fastest_that_fits_in_the_same_bytes() -> None:
@@ -221,7 +213,7 @@ def test_the_best_peer_is_the_fastest_that_fits_in_the_same_bytes() -> None:
         rows += [Row(name, STEP, "ms", [5.0]), Row(name, DIFFERENCE, "ppm", [0.5])]
         rows += memory(name, budget=mib, predicted=20.0, measured=20.0)
     found = lines(point("a", "training", rows, plans={"50 %": plan, "25 %": plan}))
-    assert found[claims.target("over-best-peer").what] == [
+    assert found[target("over-best-peer").what] == [
         (2.0, f"net, 50 %: over {BY_HAND.format('checkpoint')}, 50.00 MiB of 50.00 MiB"),
         (None, "net, 25 %: no peer fits"),
     ]
@@ -244,7 +236,7 @@ def test_each_technique_alone_is_held_against_figures_13_and_14() -> None:
         ("figure-13-offloading", 2.5, "floor: net 2.500 x"),
         ("figure-14-offloading", 50.0, "floor: net 1.500 x"),
     ):
-        assert found[claims.claim(name).what] == [(pytest.approx(value), note)]
+        assert found[claim(name).what] == [(pytest.approx(value), note)]
 
 
 def test_notes_and_figure(tmp_path: Path) -> None:
@@ -286,10 +278,10 @@ def test_notes_and_figure(tmp_path: Path) -> None:
 def test_a_network_that_trained_nowhere_has_a_line() -> None:
     refused = point("a", "training", [], plans={}, refused={"50 %": "too small", "25 %": "too small"})
     found = lines(refused)
-    assert found[claims.target("prediction-error").what] == [
+    assert found[target("prediction-error").what] == [
         (None, "net: not trained: net at 50 %: refused, net at 25 %: refused")
     ]
-    assert claims.target("within-budget").what not in found
+    assert target("within-budget").what not in found
 
 
 def test_lines_of_random_budgets() -> None:
@@ -311,11 +303,11 @@ def test_lines_of_random_budgets() -> None:
     assert found["runs at a random budget that trained with a measured peak inside it"] == [
         (1, "2 trained; over their budgets: 4: net")
     ]
-    assert found[claims.target("out-of-memory").what] == [(1, "limit from planning on")]
-    assert found[claims.target("within-budget").what] == [
+    assert found[target("out-of-memory").what] == [(1, "limit from planning on")]
+    assert found[target("within-budget").what] == [
         (pytest.approx(1.1), "random, 1 of 2 that trained are inside; most: net, 4: net")
     ]
-    assert found[claims.target("prediction-error").what] == [
+    assert found[target("prediction-error").what] == [
         (pytest.approx(37.5), "b, 1 of 2 that trained within 5.00 %; most: 4: net 37.50 %")
     ]
 
@@ -324,13 +316,13 @@ def test_lines_of_the_smallest_budget() -> None:
     facts = {"ideal peak MiB": 300.0, "plan": "sub-batch 1"}
     over = point("f", "smallest", memory(FLOOR, budget=10.0, predicted=9.0, measured=12.0), **facts)
     found = lines(over)
-    ((ratio, remark),) = found[claims.target("smallest-budget").what]
+    ((ratio, remark),) = found[target("smallest-budget").what]
     assert ratio == pytest.approx(25.0), "what it held, not what it was given"
     assert "trained in 10.00 MiB, of which it held 12.00 MiB" in remark
-    assert found[claims.target("prediction-error").what] == [(pytest.approx(100 / 3), "net (f): floor 33.33 %")]
-    assert found[claims.target("within-budget").what][0][0] == pytest.approx(1.2)
+    assert found[target("prediction-error").what] == [(pytest.approx(100 / 3), "net (f): floor 33.33 %")]
+    assert found[target("within-budget").what][0][0] == pytest.approx(1.2)
     dead = point("f", "smallest", [], failed={"1 x the floor": "ValueError"}, **{"ideal peak MiB": 300.0})
-    assert lines(dead)[claims.target("smallest-budget").what] == [(None, "net: did not train near its floor")]
+    assert lines(dead)[target("smallest-budget").what] == [(None, "net: did not train near its floor")]
 
 
 def test_lines_of_the_other_kinds() -> None:
@@ -348,15 +340,15 @@ def test_lines_of_the_other_kinds() -> None:
     mib = {FIRST: 20.0, AGAIN: 2.0}
     planned = [Row("x", PLANNING, "s", [3.0]), *(Row("x", which, "MiB", [value]) for which, value in mib.items())]
     found = lines(*refused, traffic, point("e", "planning", planned, **{"peak GiB": 1.0}))
-    assert found[claims.target("refusals").what] == [
+    assert found[target("refusals").what] == [
         (pytest.approx(100 / 3), f"net lacks {LAYER}; net was trained before the refusal")
     ]
-    assert found[claims.target("moved-share").what] == [
+    assert found[target("moved-share").what] == [
         (pytest.approx(12.5), "net, vDNN (all): 5.00 MiB in 90.00 MiB against 40.00 MiB in 100.0 MiB"),
         (None, f"net, {OURS.format('conv')}: refused"),
     ]
-    assert found[claims.target("planning-time").what] == [(3, "net, batch 8")]
-    assert [value for value, _ in found[claims.target("planning-memory").what]] == pytest.approx(
+    assert found[target("planning-time").what] == [(3, "net, batch 8")]
+    assert [value for value, _ in found[target("planning-memory").what]] == pytest.approx(
         [100 * 20 / 1024, 100 * 2 / 1024]
     )
 

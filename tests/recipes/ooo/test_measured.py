@@ -9,9 +9,8 @@ from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
 from lightning.pytorch.strategies import DDPStrategy
 
-from retime.recipes.core.of_points import ratio
 from retime.recipes.core.recipe import Recipe
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, ratio
 from retime.recipes.core.schema import Hardware, register_all, settings_of
 from retime.recipes.emulated import ClusterUnavailable
 from retime.recipes.ooo.cluster import (

@@ -7,8 +7,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from retime.recipes.core.claims import Claim, Target
-from retime.recipes.core.published import paper
+from retime.recipes.core.claims import Claim, Target, paper
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.ooo.claims import claim, target

@@ -7,8 +7,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
-from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Result
 from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.ooo.pipeline_scaling import (

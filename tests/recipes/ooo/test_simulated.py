@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from torch import nn
 
+from retime.foundations.measure import spread
 from retime.recipes import __main__ as command
 from retime.recipes import models
-from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware
 from retime.recipes.ooo import claims as ooo_claims

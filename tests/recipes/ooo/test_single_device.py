@@ -11,9 +11,9 @@ from rich.console import Console
 
 from retime.commands import advise_worker
 from retime.foundations.cpu_pool import MemoryPool
+from retime.foundations.measure import spread
 from retime.mechanisms.two_streams import search
 from retime.recipes.core.claims import Claim, Target
-from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpu_memory import allocators

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
-from retime.recipes.core.measure import spread
-from retime.recipes.core.of_points import hardware_line, sizes, titled
-from retime.recipes.core.results import Point, Result
+from retime.recipes.core.results import Point, Result, hardware_line, sizes, titled
 
 
 def result(*settings: dict[str, object], simulated: bool = False, **at: list[str]) -> Result:

@@ -7,8 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from retime.recipes.core.claims import Claim
-from retime.recipes.core.published import PACKAGES, Check, Finding, Paper, Published, check, paper
+from retime.recipes.core.claims import PACKAGES, Check, Claim, Finding, Paper, Published, check, paper
 from retime.recipes.core.verdicts import Verdict, judge
 
 ROOT = Path(__file__).parents[3]
