@@ -638,16 +638,13 @@ class PlanMismatch(ScheduleError):  # noqa: N818  # callbacks take it as news, n
     Attributes:
         saved: how many storages it saved.
         planned: how many the plan has.
-        saved_bytes, planned_bytes: their sizes altogether; ``planned_bytes`` is 0 where the plan's maker gave none.
     """
 
-    def __init__(self, saved: int, planned: int, saved_bytes: int, planned_bytes: int) -> None:
+    def __init__(self, saved: int, planned: int) -> None:
         self.saved, self.planned = saved, planned
-        self.saved_bytes, self.planned_bytes = saved_bytes, planned_bytes
-        sizes = f" of {saved_bytes} bytes, not {planned_bytes}" if planned_bytes else ""
         super().__init__(
-            f"the forward pass saved {saved} storages{sizes}, but its plan has {planned}: the batch has another shape, "
-            "or the model took another way. Make a plan for this shape, or bring all batches to one shape"
+            f"the forward pass saved {saved} storages, but its plan has {planned}: the batch has another shape, or the "
+            "model took another way. Make a plan for this shape, or bring all batches to one shape"
         )
 
 
@@ -732,7 +729,6 @@ class OffloadSavedTensors:
         in_flight_bytes: storages that a copy still reads may hold that much memory after the model has let go of them,
             which is when it begins. 0 waits for every copy. They are let go of in order and as late as this allows, so
             that the peak does not depend on the disk's mood.
-        planned_bytes: size of all storages that the plan was made for; 0 where it is not known.
         on_mismatch: called with the error when a pass that was watched to its end does not fit the plan; without it the
             error is raised at the end of the forward pass.
         observer: is told what is saved and used, for a profile.
@@ -747,7 +743,6 @@ class OffloadSavedTensors:
     host: HostTier
     keep: Iterable[Tensor] = ()
     in_flight_bytes: int | str = 0
-    planned_bytes: int | str = 0
     on_mismatch: Callable[[PlanMismatch], None] | None = None
     observer: SaveObserver | None = None
     _counts: OffloadCounts = field(default_factory=OffloadCounts, init=False)
@@ -764,7 +759,6 @@ class OffloadSavedTensors:
     def __post_init__(self) -> None:
         check_host(self.host)
         self.in_flight_bytes = parse_bytes("in_flight_bytes", self.in_flight_bytes, least=0)
-        self.planned_bytes = parse_bytes("planned_bytes", self.planned_bytes, least=0)
         self._planned = 1 + max(self.plan.offload, default=-1)
 
     def __enter__(self) -> OffloadSavedTensors:
@@ -846,13 +840,11 @@ class OffloadSavedTensors:
         )
 
     def _compare(self, sizes: Sequence[int]) -> None:
-        if not self.plan.saved:
-            return
-        if len(sizes) == self.plan.saved and self.planned_bytes in (0, sum(sizes)):
+        if self.plan.saved in (0, len(sizes)):
             return
         self._mismatches += 1
         self._tail = None
-        mismatch = PlanMismatch(len(sizes), self.plan.saved, sum(sizes), int(self.planned_bytes))
+        mismatch = PlanMismatch(len(sizes), self.plan.saved)
         if self.on_mismatch is None:
             assert self._pass is not None
             self._pass.abandon()
