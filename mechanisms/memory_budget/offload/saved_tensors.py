@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -53,8 +53,18 @@ from retime.schedules.errors import ScheduleError
 
 
 @dataclass
-class OffloadCounts:
-    """Running totals of an :class:`OffloadReport`."""
+class OffloadReport(Report):
+    """What an :class:`OffloadSavedTensors` did in all its forward passes.
+
+    Attributes:
+        passes: forward passes.
+        storages: storages that went to the host.
+        bytes_out, bytes_in: bytes copied to the host and back.
+        bytes_skipped: bytes that copying every saved tensor would have moved once more.
+        stalls: how often the step had to wait for a copy.
+        prefetched: storages that were asked for before they were needed.
+        mismatches: passes that did not fit the plan, of those that were watched to their end.
+    """
 
     passes: int = 0
     storages: int = 0
@@ -63,6 +73,27 @@ class OffloadCounts:
     bytes_skipped: int = 0
     stalls: int = 0
     prefetched: int = 0
+    mismatches: int = 0
+
+    def what_was_done(self) -> list[str]:
+        moved = f"{show_bytes(self.bytes_out)} out and {show_bytes(self.bytes_in)} back"
+        return [f"offload: {self.storages} storages in {self.passes} forward passes, {moved}"]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [f"{self.mismatches} forward passes that did not fit the plan"] if self.mismatches else []
+
+    def what_was_measured(self) -> list[str]:
+        return [
+            f"{self.stalls} waits for a copy, {self.prefetched} storages asked for before they were needed",
+            f"{show_bytes(self.bytes_skipped)} more would move if each saved tensor did",
+        ]
+
+    @classmethod
+    def total(cls, reports: Sequence[OffloadReport]) -> OffloadReport | None:
+        """All of these; None if there are none."""
+        if not reports:
+            return None
+        return cls(*(sum(getattr(report, name) for report in reports) for name in cls.__dataclass_fields__))
 
 
 # Copies to the host that still hold the storages they read.
@@ -76,7 +107,7 @@ class InFlight:
         counts: how often a copy had to be waited for is added up there.
     """
 
-    def __init__(self, limit_bytes: int, counts: OffloadCounts) -> None:
+    def __init__(self, limit_bytes: int, counts: OffloadReport) -> None:
         self._limit_bytes, self._counts = limit_bytes, counts
         self._copies: deque[tuple[int, weakref.ref[HostCopy]]] = deque()  # bytes; a copy goes with its record
         self._bytes = 0
@@ -332,7 +363,7 @@ class Restores:
         self,
         moved: list[weakref.ref[OffloadedStorage]],
         depth: int,
-        counts: OffloadCounts,
+        counts: OffloadReport,
         late: LateError,
         observer: SaveObserver | None,
     ) -> None:
@@ -457,7 +488,7 @@ class ForwardPass:
         host: HostTier,
         keep: Iterable[Tensor],
         in_flight_bytes: int,
-        counts: OffloadCounts,
+        counts: OffloadReport,
         observer: SaveObserver | None = None,
     ) -> None:
         self.sizes: list[int] = []
@@ -662,50 +693,6 @@ class NoHooksError(RuntimeError):
         )
 
 
-@dataclass(frozen=True)
-class OffloadReport(Report):
-    """What an :class:`OffloadSavedTensors` did in all its forward passes.
-
-    Attributes:
-        passes: forward passes.
-        storages: storages that went to the host.
-        bytes_out, bytes_in: bytes copied to the host and back.
-        bytes_skipped: bytes that copying every saved tensor would have moved once more.
-        stalls: how often the step had to wait for a copy.
-        prefetched: storages that were asked for before they were needed.
-        mismatches: passes that did not fit the plan, of those that were watched to their end.
-    """
-
-    passes: int
-    storages: int
-    bytes_out: int
-    bytes_in: int
-    bytes_skipped: int
-    stalls: int
-    prefetched: int
-    mismatches: int
-
-    def what_was_done(self) -> list[str]:
-        moved = f"{show_bytes(self.bytes_out)} out and {show_bytes(self.bytes_in)} back"
-        return [f"offload: {self.storages} storages in {self.passes} forward passes, {moved}"]
-
-    def what_stayed_plain(self) -> list[str]:
-        return [f"{self.mismatches} forward passes that did not fit the plan"] if self.mismatches else []
-
-    def what_was_measured(self) -> list[str]:
-        return [
-            f"{self.stalls} waits for a copy, {self.prefetched} storages asked for before they were needed",
-            f"{show_bytes(self.bytes_skipped)} more would move if each saved tensor did",
-        ]
-
-    @classmethod
-    def total(cls, reports: Sequence[OffloadReport]) -> OffloadReport | None:
-        """All of these; None if there are none."""
-        if not reports:
-            return None
-        return cls(*(sum(getattr(report, name) for report in reports) for name in cls.__dataclass_fields__))
-
-
 @checked
 @dataclass(eq=False)
 class OffloadSavedTensors:
@@ -745,10 +732,9 @@ class OffloadSavedTensors:
     in_flight_bytes: int | str = 0
     on_mismatch: Callable[[PlanMismatch], None] | None = None
     observer: SaveObserver | None = None
-    _counts: OffloadCounts = field(default_factory=OffloadCounts, init=False)
+    _counts: OffloadReport = field(default_factory=OffloadReport, init=False)
     _pass: ForwardPass | None = field(default=None, init=False)
     _hooks: torch.autograd.graph.saved_tensors_hooks | None = field(default=None, init=False)
-    _mismatches: int = field(default=0, init=False)
     _entered: bool = field(default=False, init=False)
     _planned: int = field(default=0, init=False)
     _tail: int | None = field(default=None, init=False)
@@ -827,22 +813,12 @@ class OffloadSavedTensors:
 
     def report(self) -> OffloadReport:
         """What was moved so far."""
-        counts = self._counts
-        return OffloadReport(
-            passes=counts.passes,
-            storages=counts.storages,
-            bytes_out=counts.bytes_out,
-            bytes_in=counts.bytes_in,
-            bytes_skipped=counts.bytes_skipped,
-            stalls=counts.stalls,
-            prefetched=counts.prefetched,
-            mismatches=self._mismatches,
-        )
+        return replace(self._counts)
 
     def _compare(self, sizes: Sequence[int]) -> None:
         if self.plan.saved in (0, len(sizes)):
             return
-        self._mismatches += 1
+        self._counts.mismatches += 1
         self._tail = None
         mismatch = PlanMismatch(len(sizes), self.plan.saved)
         if self.on_mismatch is None:
