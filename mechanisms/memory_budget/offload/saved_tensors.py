@@ -96,11 +96,13 @@ class OffloadReport(Report):
         return cls(*(sum(getattr(report, name) for report in reports) for name in cls.__dataclass_fields__))
 
 
-# Copies to the host that still hold the storages they read.
+# Copies to the host that still hold the storages they read, and those that failed.
 
 
 class InFlight:
     """Sources of copies are let go of in order, and as late as a limit allows.
+
+    Of copies that fail where no error can be raised the first is noted, until it can be.
 
     Args:
         limit_bytes: sources hold so much at most.
@@ -111,6 +113,7 @@ class InFlight:
         self._limit_bytes, self._counts = limit_bytes, counts
         self._copies: deque[tuple[int, weakref.ref[HostCopy]]] = deque()  # bytes; a copy goes with its record
         self._bytes = 0
+        self._error: HostError | None = None
 
     def add(self, nbytes: int, copy: HostCopy) -> None:
         """A copy has begun; settle the oldest ones until those in flight keep the limit.
@@ -133,6 +136,7 @@ class InFlight:
         Raises:
             HostError: a copy failed.
         """
+        self.raise_noted()
         for _, reference in self._copies:
             copy = reference()
             if copy is not None:
@@ -142,18 +146,8 @@ class InFlight:
         """Forget all of them."""
         self._copies.clear()
 
-
-# A copy that failed where no error can be raised.
-
-
-class LateError:
-    """The first such failure, until it can be raised."""
-
-    def __init__(self) -> None:
-        self._error: HostError | None = None
-
     def note(self, error: HostError) -> None:
-        """A copy failed."""
+        """A copy failed where that cannot be raised."""
         self._error = self._error or error
 
     def raise_noted(self) -> None:
@@ -195,6 +189,15 @@ class SaveObserver(Protocol):
 # in place. With hooks it leaves that to them.
 
 
+def _edited(what: str, version: int, expected: int) -> RuntimeError:
+    """Return autograd's error about a tensor that was edited in place after it was saved."""
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: [{what}] is "
+        f"at version {version}; expected version {expected} instead. Hint: enable anomaly detection to find the "
+        "operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
 class VersionCheck:
     """Remembers a tensor's version, and keeps its counter but not its storage."""
 
@@ -214,12 +217,7 @@ class VersionCheck:
             RuntimeError: it was.
         """
         if self._counter is not None and version_of(self._counter) != self._saved_at:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._what}] is at version {version_of(self._counter)}; expected version {self._saved_at} instead. "
-                "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-                "torch.autograd.set_detect_anomaly(True)."
-            )
+            raise _edited(self._what, version_of(self._counter), self._saved_at)
 
 
 class ResidentTensor:
@@ -239,11 +237,8 @@ class ResidentTensor:
             RuntimeError: it was edited in place since.
         """
         if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {version_of(self.tensor)}; expected "
-                f"version {self.version} instead."
-            )
+            what = f"{self.tensor.type()} {list(self.tensor.shape)}"
+            raise _edited(what, version_of(self.tensor), self.version)
         return self.tensor
 
 
@@ -355,7 +350,7 @@ class Restores:
         moved: the storages that move, as they are saved; the list grows meanwhile.
         depth: so many are fetched ahead of their use.
         counts: what is fetched and waited for is added up there.
-        late: errors that cannot be raised in a backward pass.
+        in_flight: is told of errors that cannot be raised in a backward pass.
         observer: is told what is used and fetched.
     """
 
@@ -364,11 +359,11 @@ class Restores:
         moved: list[weakref.ref[OffloadedStorage]],
         depth: int,
         counts: OffloadReport,
-        late: LateError,
+        in_flight: InFlight,
         observer: SaveObserver | None,
     ) -> None:
         self._moved, self._depth = moved, depth
-        self._counts, self._late, self._observer = counts, late, observer
+        self._counts, self._in_flight, self._observer = counts, in_flight, observer
         self._order: list[weakref.ref[OffloadedStorage]] | None = None  # as the backward pass needs them
         self._place: dict[int, int] = {}  # in that order, by last save
         self._retained: deque[weakref.ref[OffloadedStorage]] = deque()
@@ -441,7 +436,7 @@ class Restores:
         try:
             record.copy.settle()
         except HostError as error:
-            self._late.note(error)
+            self._in_flight.note(error)
 
     def _prefetch(self, record: OffloadedStorage, backward: int) -> None:
         if self._order is None:
@@ -508,9 +503,8 @@ class ForwardPass:
         # By storage key: the storage (keys are given out again), its number, its record.
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[OffloadedStorage] | None]] = {}
         self._moved: list[weakref.ref[OffloadedStorage]] = []
-        self._late = LateError()
         self._in_flight = InFlight(in_flight_bytes, counts)
-        self._restores = Restores(self._moved, plan.prefetch, counts, self._late, observer)
+        self._restores = Restores(self._moved, plan.prefetch, counts, self._in_flight, observer)
 
     # ---- forward
 
@@ -521,7 +515,7 @@ class ForwardPass:
     def pack(self, tensor: Tensor) -> ResidentTensor | OffloadedTensor:
         """Autograd saves a tensor."""
         with working, self._lock, self._quiet():
-            self._late.raise_noted()
+            self._in_flight.raise_noted()
             if not self._open or graph_task_id() != -1 or not self._concerns(tensor):
                 return ResidentTensor(tensor)
             storage = tensor.untyped_storage()
@@ -548,7 +542,6 @@ class ForwardPass:
         self._keep = set()
         self._at_end = None
         try:
-            self._late.raise_noted()
             self._in_flight.check()
         except BaseException:
             self.abandon()
@@ -575,7 +568,7 @@ class ForwardPass:
             HostError: a copy out failed after the forward pass; the backward pass used the source.
         """
         self._restores.let_go()
-        self._late.raise_noted()
+        self._in_flight.raise_noted()
 
     @property
     def ended(self) -> bool:
@@ -626,15 +619,11 @@ class ForwardPass:
         with self._lock, self._quiet():
             try:
                 record.copy = self._host.store(storage)
-            except HostError as error:
-                self._late.note(error)
-                return
-            self._counts.storages += 1
-            self._counts.bytes_out += record.nbytes
-            try:
+                self._counts.storages += 1
+                self._counts.bytes_out += record.nbytes
                 self._in_flight.add(record.nbytes, record.copy)
-            except HostError as error:  # it holds the source on
-                self._late.note(error)
+            except HostError as error:  # a copy that failed holds its source on
+                self._in_flight.note(error)
 
     # ---- backward
 
