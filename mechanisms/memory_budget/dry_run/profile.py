@@ -31,23 +31,6 @@ class Size:
 
 
 @dataclass(frozen=True)
-class SavedStorage:
-    """One storage that a forward pass saved for its backward pass.
-
-    Attributes:
-        number: its ordinal in an :class:`OffloadPlan`.
-        made: index of the operation that made it.
-        freed: index of the last operation it lived through.
-    """
-
-    number: int
-    nbytes: int
-    layer: str
-    made: int
-    freed: int
-
-
-@dataclass(frozen=True)
 class LargestTask:
     """The operation during which most was held beside what stays."""
 
@@ -80,9 +63,10 @@ class StepProfile:
 
     def held_bytes(self, smallest: int = 0) -> list[int]:
         """What tensors hold during each operation; of those that the step makes only such of so many bytes or more."""
-        steps = [0] * (len(self.trace.operations) + 1)
+        end = len(self.trace.operations) - 1
+        steps = [0] * (end + 2)
         for storage in self.trace.storages:
-            born, dies = max(storage.born, 0), min(storage.dies, self._end)
+            born, dies = max(storage.born, 0), min(storage.dies, end)
             if dies >= born and (storage.born < 0 or storage.nbytes >= smallest):
                 steps[born] += storage.nbytes
                 steps[dies + 1] -= storage.nbytes
@@ -90,14 +74,10 @@ class StepProfile:
 
     def peak_with(self, scratch: Mapping[tuple[Phase, str, str], Size], smallest: int = 0) -> int:
         """The peak with what operations allocate for themselves, by their kind; ``smallest`` as above."""
-        none = Size(0)
-        return max(
-            0 if smallest else self.peak_bytes,
-            *(
-                nbytes + scratch.get((operation.phase, operation.layer, operation.name), none).at(self.plan.sub_batch)
-                for nbytes, operation in zip(self.held_bytes(smallest), self.trace.operations, strict=True)
-            ),
-        )
+        own = {kind: size.at(self.plan.sub_batch) for kind, size in scratch.items()}
+        pairs = zip(self.held_bytes(smallest), self.trace.operations, strict=True)
+        least = 0 if smallest else self.peak_bytes
+        return max(least, *(nbytes + own.get(operation.kind, 0) for nbytes, operation in pairs))
 
     @cached_property
     def bytes_by_kind(self) -> dict[BlockKind, int]:
@@ -116,14 +96,13 @@ class StepProfile:
         return sum(self.bytes_by_kind.values())
 
     @cached_property
-    def saved(self) -> tuple[SavedStorage, ...]:
-        """Storages of the first forward pass, by number."""
-        by_number = {}
-        for storage in self.trace.storages:
-            if storage.number is not None and storage.forward_pass == 0 and not storage.restored:
-                by_number[storage.number] = SavedStorage(
-                    storage.number, storage.nbytes, self._layer(storage), storage.born, min(storage.dies, self._end)
-                )
+    def saved(self) -> tuple[TracedStorage, ...]:
+        """Storages that the first forward pass saved for its backward pass, by number."""
+        by_number = {
+            storage.number: storage
+            for storage in self.trace.storages
+            if storage.number is not None and storage.forward_pass == 0 and not storage.restored
+        }
         return tuple(by_number[number] for number in sorted(by_number))
 
     @property
@@ -143,20 +122,13 @@ class StepProfile:
         at = self.trace.peak_at
         if not 0 <= at < len(self.trace.operations):
             return LargestTask("the batch", "the model", "forward", self.peak_bytes)
-        operation: Operation = self.trace.operations[at]
+        operation = self.trace.operations[at]
         moving = sum(
             storage.nbytes
             for storage in self.trace.storages
             if storage.born <= at <= storage.dies and storage.kind not in STAYS
         )
         return LargestTask(operation.name, operation.layer, operation.phase.value, moving)
-
-    @property
-    def _end(self) -> int:
-        return len(self.trace.operations) - 1
-
-    def _layer(self, storage: TracedStorage) -> str:
-        return self.trace.operations[storage.born].layer if 0 <= storage.born <= self._end else ""
 
 
 # Peaks under any plan from two dry runs: when each saved storage lives if it stays, and when if it leaves.
