@@ -12,13 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.ddp import RankAgreement
-from retime.foundations.parts import Split
+from retime.foundations.parts import BatchNormChoice, Split
 from retime.mechanisms.cpu_accumulation import BucketReduction
 from retime.mechanisms.memory_budget import (
     SETTING_UP,
     BudgetedDataParallelStep,
     BudgetedStep,
     BudgetReport,
+    DryRuns,
+    OnShapeChange,
     parse_budget,
     parse_host,
 )
@@ -68,26 +70,16 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
         self,
         budget: int | str = "90%",
         host: str | None = None,
-        batchnorm: str = "offload",
-        on_shape_change: str = "replan",
+        batchnorm: BatchNormChoice = "offload",
+        on_shape_change: OnShapeChange = "replan",
         split_batch: Split | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
-        dry_run: str = "auto",
+        dry_run: DryRuns = "auto",
         plan: str | os.PathLike[str] | None = None,
         reduce_on: ReduceOn = "device",
         **ddp: Any,
     ) -> None:
-        super().__init__(
-            budget,
-            host,
-            batchnorm,
-            on_shape_change,
-            split_batch,
-            loss_weight,
-            dry_run,
-            plan,
-            **ddp,
-        )
+        super().__init__(budget, host, batchnorm, on_shape_change, split_batch, loss_weight, dry_run, plan, **ddp)
         if reduce_on == "host":
             refuse_users_hook(Mechanism.HOST_REDUCTION, ddp)
         self.reduce_on = reduce_on

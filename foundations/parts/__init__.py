@@ -3,7 +3,6 @@
 from retime.foundations.parts.batchnorm import (
     BatchNormChoice,
     batch_statistics_layers,
-    check_choice,
     fix_statistics,
     ghost_momentum,
 )
@@ -65,7 +64,6 @@ __all__ = [
     "WholeOutput",
     "balanced_parts",
     "batch_statistics_layers",
-    "check_choice",
     "combined",
     "combined_scalar",
     "dry_part",

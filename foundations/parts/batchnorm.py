@@ -13,28 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import nn
 
 from retime.foundations.torch_private.layers import BatchNormBase, own_buffers
 
-__all__ = ["BatchNormChoice", "batch_statistics_layers", "check_choice", "fix_statistics", "ghost_momentum"]
-
 BatchNormChoice = Literal["offload", "ghost"]
-
-
-def check_choice(choice: str) -> BatchNormChoice:
-    """The choice, if it is one.
-
-    Raises:
-        ValueError: it is none.
-    """
-    for known in get_args(BatchNormChoice):
-        if choice == known:
-            return known  # type: ignore[no-any-return]
-    raise ValueError(f"batchnorm={choice!r}: use 'offload' or 'ghost'")
 
 
 def batch_statistics_layers(model: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.nn.parameter import is_lazy
 
@@ -41,18 +41,6 @@ _ROOMY = 16
 
 _GRADIENTS, _STATES = 2, 4
 """Sizes of the trained parameters: gradients, and as much for the update; optimizer states (AMSGrad's are 3)."""
-
-
-def check_dry_run(choice: str) -> DryRuns:
-    """The same choice.
-
-    Raises:
-        ValueError: it is none.
-    """
-    for option in get_args(DryRuns):
-        if choice == option:
-            return option  # type: ignore[no-any-return]
-    raise ValueError(f"dry_run={choice!r}: use 'auto' or 'off'")
 
 
 class FirstSteps:

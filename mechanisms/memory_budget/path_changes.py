@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -114,12 +114,6 @@ def _path_of(loss: Tensor | None) -> int:
 
 OnShapeChange = Literal["replan", "error"]
 _MANY_MISMATCHES = 3
-
-
-def check_on_shape_change(choice: str) -> None:
-    """Raise a ValueError for an unknown choice."""
-    if choice not in get_args(OnShapeChange):
-        raise ValueError(f"on_shape_change={choice!r}: use 'replan' or 'error'")
 
 
 def why_anew(samples: int, same_shape: bool) -> str:

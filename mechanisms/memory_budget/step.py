@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import parse_bytes
-from retime.foundations.parts import Split, check_choice, loss_of, split_batch
+from retime.foundations.parts import BatchNormChoice, Split, loss_of, split_batch
 from retime.foundations.preserve_state import CompiledCode
 from retime.mechanisms.memory_budget.dry_run import Buckets, Gradients, TooMuchAllocated, check_held
-from retime.mechanisms.memory_budget.first_steps import check_dry_run
+from retime.mechanisms.memory_budget.first_steps import DryRuns
 from retime.mechanisms.memory_budget.offload import HostTier, check_host
 from retime.mechanisms.memory_budget.path_changes import (
     AnotherPath,
-    check_on_shape_change,
+    OnShapeChange,
     warn_of_dropped,
     warn_of_unexamined,
 )
@@ -101,10 +101,10 @@ class BudgetedStep:
         budget_bytes: int | str,
         host: HostTier,
         *,
-        batchnorm: str = "offload",
+        batchnorm: BatchNormChoice = "offload",
         split: Split = split_batch,
         loss_weight: Callable[[Any], Any] | None = None,
-        on_shape_change: str = "replan",
+        on_shape_change: OnShapeChange = "replan",
         gradients: Gradients = "freed",
         buckets: Buckets = "",
         reduction_bytes: int | str = 0,
@@ -112,17 +112,15 @@ class BudgetedStep:
         may_stop: bool = True,
         whole_because: str = "",
         sub_batches: bool = True,
-        dry_run: str = "auto",
+        dry_run: DryRuns = "auto",
         plan: str | os.PathLike[str] | None = None,
         say: Callable[[str], None] = lambda text: None,
         make_plan: MakePlan | None = None,
     ) -> None:
-        check_on_shape_change(on_shape_change)
-        check_held(gradients, buckets)
         check_host(host)
         budget_bytes = parse_bytes("budget_bytes", budget_bytes)
         options = BudgetOptions(
-            batchnorm=check_choice(batchnorm),
+            batchnorm=batchnorm,
             split=split,
             loss_weight=loss_weight,
             on_shape_change=on_shape_change,
@@ -131,7 +129,7 @@ class BudgetedStep:
             hidden_bytes=hidden_bytes,
             may_stop=may_stop and make_plan is None,
             sub_batches=sub_batches,
-            dry_run=check_dry_run(dry_run),
+            dry_run=dry_run,
             plan=plan,
             say=say,
         )

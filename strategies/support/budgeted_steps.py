@@ -24,21 +24,21 @@ from torch.optim import Optimizer
 
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.messages import show_bytes
-from retime.foundations.parts import Split, check_choice, loss_of, samples_in, split_batch
+from retime.foundations.parts import BatchNormChoice, Split, loss_of, samples_in, split_batch
 from retime.foundations.patching import replaced_attributes
 from retime.mechanisms.memory_budget import (
     AnotherPath,
     BudgetedStep,
     BudgetReport,
+    DryRuns,
     ExecutionMode,
     Gradients,
     NoLossError,
+    OnShapeChange,
     PlannedShape,
     SubBatches,
     TooMuchAllocated,
-    check_dry_run,
     check_host_text,
-    check_on_shape_change,
     parse_budget,
     read_plans,
     write_plans,
@@ -163,19 +163,16 @@ class Budgeted(LightningOnly, Strategy):
         self,
         budget: int | str = "90%",
         host: str | None = None,
-        batchnorm: str = "offload",
-        on_shape_change: str = "replan",
+        batchnorm: BatchNormChoice = "offload",
+        on_shape_change: OnShapeChange = "replan",
         split_batch: Split | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
-        dry_run: str = "auto",
+        dry_run: DryRuns = "auto",
         plan: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        check_choice(batchnorm)
-        check_dry_run(dry_run)
         if plan is not None:
             read_plans(plan)  # what is wrong with it shows here; what it was made for, before the first step
-        check_on_shape_change(on_shape_change)
         check_host_text(host)
         of_device = isinstance(budget, str) and budget.strip().endswith("%")  # which is known later
         parse_budget(budget, None if of_device else kwargs.get("device"))
