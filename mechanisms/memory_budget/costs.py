@@ -293,9 +293,7 @@ def calibrate(
         budget_bytes: what the step may need, with parameters and the batch.
         timed: False asks no clock: times follow from bytes and operations, so that every run finds the same.
     """
-    # A BatchNorm after pooling refuses one sample.
-    least = min(step.samples, 2 if batch_statistics_layers(step.module) else 1)
-    low, high, fits = _sizes_within(step.samples, least, plain, budget_bytes)
+    low, high, fits = _sizes_within(step, plain, budget_bytes)
     parameter = next(step.module.parameters())
     with within(step.given(), budget_bytes) as pool:
         room = budget_bytes - pool.bytes_elsewhere(step.given()) if pool.installed else 0
@@ -343,8 +341,17 @@ def _counted(
     )
 
 
-def _sizes_within(samples: int, least: int, plain: StepProfile | None, budget_bytes: int) -> tuple[int, int, bool]:
-    """Two sizes, equal only for the smallest batches, and whether the plain step of the larger one fits."""
+def fewest_samples(step: TrainingStep) -> int:
+    """With how many samples at least the step runs: a BatchNorm after pooling refuses one."""
+    return min(step.samples, 2 if batch_statistics_layers(step.module) else 1)
+
+
+def _sizes_within(step: TrainingStep, plain: StepProfile | None, budget_bytes: int) -> tuple[int, int, bool]:
+    """An eighth and a quarter of the batch, or what fits; and whether the plain step of the larger one does.
+
+    They are equal only for the smallest batches.
+    """
+    samples, least = step.samples, fewest_samples(step)
     high, fits = max(2 * least, samples // 4), True
     if plain is not None:
         each = max(1, (plain.peak_bytes - plain.resident_bytes) // samples)
@@ -453,12 +460,14 @@ def least_costs(step: TrainingStep, host: HostTier, sub_batch: int, plain: StepP
     Returns:
         ``scratch_bytes`` to add to the least plan, and ``spare_bytes`` to add to the plain step.
     """
-    sizes = (sub_batch,) if sub_batch < step.samples else _parts(step)
+    low, high = sub_batch, sub_batch
+    if sub_batch == step.samples:
+        low, high, _ = _sizes_within(step, None, 0)
     with within(step.given(), 0) as pool:
-        _, profiles = measured(step, sizes, host, plain, pool, 0)
-    low, high = profiles[0], profiles[-1]
-    operations = operations_between(low, high, sizes[0], sizes[-1])
-    rest = rest_between(low, high, sizes[0], sizes[-1]).at(sub_batch)
+        _, profiles = measured(step, sorted({low, high}), host, plain, pool, 0)
+    first, last = profiles[0], profiles[-1]
+    operations = operations_between(first, last, low, high)
+    rest = rest_between(first, last, low, high).at(sub_batch)
     if next(step.module.parameters()).device.type != "cpu":
         return StepCosts(operations=operations, scratch_bytes=rest, spare_bytes=rest)
     spare = spare_bytes(plain)
@@ -466,11 +475,3 @@ def least_costs(step: TrainingStep, host: HostTier, sub_batch: int, plain: StepP
     while scratch < rest - _VARIES_BYTES:
         scratch *= 2
     return StepCosts(operations=operations, scratch_bytes=scratch, spare_bytes=spare + scratch - allowance)
-
-
-def _parts(step: TrainingStep) -> tuple[int, ...]:
-    """An eighth and a quarter of the batch, or what is nearest."""
-    least = min(step.samples, 2 if batch_statistics_layers(step.module) else 1)
-    high = min(step.samples, max(2 * least, step.samples // 4))
-    low = max(least, min(high // 2, high - 1))
-    return (low, high) if low < high else (high,)

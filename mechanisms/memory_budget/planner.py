@@ -15,7 +15,7 @@ from torch import nn
 from retime.foundations.parts import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part
 from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import strided_bytes
-from retime.mechanisms.memory_budget.costs import StepCosts, calibrate, least_costs
+from retime.mechanisms.memory_budget.costs import calibrate, least_costs
 from retime.mechanisms.memory_budget.dry_run import Buckets, Gradients, StepProfile, TrainingStep
 from retime.mechanisms.memory_budget.first_steps import DryRuns
 from retime.mechanisms.memory_budget.offload import HostTier, PlanMismatch
@@ -171,7 +171,7 @@ class StepPlanner:
             # with ghost statistics 3: then equal parts have 2, and with them a variance
             smallest = 3 if self.options.batchnorm == "ghost" else 1
             sizes = part_sizes(samples, smallest) if separable else (samples,)
-            memory = memory.with_sizes(sizes, StepCosts(), check=True)
+            memory = StepMemory(dry, sizes, check=True, earlier=memory)
             stages.least()
             least = least_costs(dry, self.host, memory.sub_batches[0], plain)
             memory = memory.with_least(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
@@ -321,5 +321,5 @@ class StepPlanner:
 
 
 def _note(memory: StepMemory, *more: str) -> str:
-    unknown = [f"what {name} keeps for itself is not counted" for name in memory.runs.not_run]
+    unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
     return "; ".join(filter(None, (memory.note, *unknown, *more)))

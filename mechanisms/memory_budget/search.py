@@ -97,7 +97,7 @@ def candidate_plans(memory: StepMemory, budget_bytes: int, plain_ms: float) -> I
         budget_bytes: for the step, without what is to stay free.
     """
     for sub_batch in memory.sub_batches:
-        lives = memory.runs.lifetimes(sub_batch)
+        lives = memory.lifetimes(sub_batch)
         largest = max((one.plain.size.at(sub_batch) for one in lives.passes[0]), default=0)
         room = budget_bytes - memory.costs.scratch(sub_batch)
         for depth in _DEPTHS:
@@ -118,7 +118,7 @@ def smallest_offload(
     Storages are taken by size times the time that they lie idle, as many as are needed; those that turn out not to
     be needed are left out again, the largest first.
     """
-    order = memory.runs.lifetimes(sub_batch).order(sub_batch)
+    order = memory.lifetimes(sub_batch).order(sub_batch)
 
     def fits(numbers: frozenset[int]) -> bool:
         plan = OffloadPlan(sub_batch, numbers, prefetch, len(order))
@@ -144,7 +144,7 @@ def predicted_choice(
     memory: StepMemory, plan: OffloadPlan, in_flight_bytes: int, peak_bytes: int, plain_ms: float
 ) -> PlanChoice:
     """A plan with its predicted times and what it moves; ``peak_bytes`` is what tensors and operations hold."""
-    lives, samples = memory.runs.lifetimes(plan.sub_batch), memory.step.samples
+    lives, samples = memory.lifetimes(plan.sub_batch), memory.step.samples
     out_bytes = lives.saved_bytes(plan.offload, plan.sub_batch)
     in_bytes = lives.read_bytes(plan.offload, plan.sub_batch)
     step_ms = memory.costs.step_ms(samples, plan.sub_batch, out_bytes, in_bytes, ahead=plan.prefetch > 0)
@@ -171,8 +171,8 @@ def examined(memory: StepMemory, choice: PlanChoice) -> PlanChoice:
     Raises:
         PlanMismatch: the step saves another number of storages.
     """
-    run = memory.runs.exact_run(choice.plan, choice.in_flight_bytes)
-    tensors = max(memory.runs.update_bytes, run.peak_bytes)
+    run = memory.exact_run(choice.plan, choice.in_flight_bytes)
+    tensors = max(memory.update_bytes, run.peak_bytes)
     count = -(-memory.step.samples // choice.plan.sub_batch)
     out_bytes, in_bytes = run.moved_bytes
     return replace(

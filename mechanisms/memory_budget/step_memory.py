@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,10 @@ from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 from retime.foundations.cpu_pool import POOLED_BYTES
-from retime.foundations.parts import batch_statistics_layers, part_lengths, sizes_of
+from retime.foundations.parts import part_lengths, sizes_of
 from retime.foundations.storages import has_storage, tensors_in
 from retime.foundations.torch_private.tensors import storage_address
-from retime.mechanisms.memory_budget.costs import StepCosts
+from retime.mechanisms.memory_budget.costs import StepCosts, fewest_samples
 from retime.mechanisms.memory_budget.dry_run import (
     DryRun,
     LargestTask,
@@ -26,10 +27,80 @@ from retime.mechanisms.memory_budget.offload import HostNone, NoHooksError
 from retime.schedules.budget import BudgetError, OffloadPlan, Phase, sized
 from retime.schedules.errors import ScheduleError
 
-# Dry runs of one step, made when they are needed; small real runs on copies where it cannot be run dry.
+# The least memory that a step can run in, and the refusal of a budget below it.
+
+
+@dataclass(frozen=True)
+class MemoryFloor:
+    """The least memory that a step can run in.
+
+    Attributes:
+        bytes: the smallest budget: every smaller one is refused, and this one is not.
+        sub_batch: with so many samples at once.
+        resident_bytes: of these, parameters, buffers, gradients, optimizer states and the batch.
+        scratch_bytes: of these, what is needed beside tensors and what operations allocate.
+        task: the operation that needs the most.
+        no_offload: why nothing can be offloaded; empty if storages can.
+        plan: what runs in the floor.
+    """
+
+    bytes: int
+    sub_batch: int
+    resident_bytes: int
+    scratch_bytes: int
+    task: LargestTask
+    no_offload: str = ""
+    plan: OffloadPlan = field(default_factory=lambda: OffloadPlan(1))
+
+    def require(self, budget_bytes: int) -> None:
+        """Refuse a budget below the floor.
+
+        Raises:
+            BudgetError: it is.
+        """
+        if budget_bytes < self.bytes:
+            raise self.refusal(budget_bytes)
+
+    def refusal(self, budget_bytes: int, fewer: str | None = None) -> BudgetError:
+        """The error that says why a budget is too small.
+
+        Args:
+            fewer: how fewer samples at once could run, or why they cannot; None: the caller chooses sub-batch sizes.
+        """
+        return BudgetError(
+            f"a budget of {sized(budget_bytes)} is below this step's floor",
+            floor_bytes=self.bytes,
+            task=f"{self.task.name} ({self.task.phase})",
+            layer=self.task.layer,
+            hint=self._hint(budget_bytes, fewer),
+            samples=self.sub_batch,
+        )
+
+    def _hint(self, budget_bytes: int, fewer: str | None) -> str:
+        if fewer is None:
+            fewer = f"The step runs {self.sub_batch} samples at once; smaller sub-batches, if allowed, would help"
+        staying = (
+            f"{sized(self.resident_bytes)} of them are parameters, gradients, optimizer states and the batch: an "
+            "optimizer with less state, a smaller batch or parameters in a smaller dtype would help"
+        )
+        mostly_stays = self.resident_bytes > self.task.nbytes + self.scratch_bytes
+        hints = [staying] if mostly_stays else []
+        if self.sub_batch > 1 and fewer and not (mostly_stays and self.resident_bytes >= budget_bytes):
+            hints.append(fewer)
+        samples = f"{self.sub_batch} samples" if self.sub_batch > 1 else "one sample"
+        alone = f"That layer alone needs {sized(self.task.nbytes)} for {samples}: smaller samples would help"
+        return ". ".join([*(hints or [alone]), *filter(None, [_sentence(self.no_offload)])])
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+# What a step needs: dry runs of it, made when they are needed; small real runs on copies where it cannot be run dry.
 
 # Samples of a real run, where the batch is to stay whole: one may be too few for batch statistics.
 _FEW = 2
+_NEVER = 2**62
 
 Operations = Mapping[tuple[Phase, str, str], Size]
 """What operations allocate for themselves, by phase, layer and name."""
@@ -41,7 +112,7 @@ def _once(method: Callable[..., _Result]) -> Callable[..., _Result]:
     """Kept with the object: its class would hold every model that was ever planned for, and so would a cycle."""
 
     @wraps(method)
-    def kept(self: StepRuns, *arguments: int) -> _Result:
+    def kept(self: StepMemory, *arguments: int) -> _Result:
         key = (method.__name__, *arguments)
         if key not in self._done:
             self._done[key] = method(self, *arguments)
@@ -51,16 +122,19 @@ def _once(method: Callable[..., _Result]) -> Callable[..., _Result]:
     return kept
 
 
-class StepRuns:
-    """What a step holds under any plan, from a few dry runs.
+class StepMemory:
+    """What a step needs under any plan: what tensors hold, and what operations and allocators need beside that.
 
-    Where the step reads values, so that it cannot be run dry, small real runs on copies take their place, and sizes
-    for larger sub-batches follow from two of them; :attr:`note` says so.
+    It follows from a few dry runs. Where the step reads values, so that it cannot be run dry, small real runs on copies
+    take their place, and sizes for larger sub-batches follow from two of them; :attr:`note` says so.
 
     Args:
-        sub_batches: see :class:`~retime.mechanisms.memory_budget.step_memory.StepMemory`.
-        check: see there.
-        earlier: runs of the same step for other sizes: the dry run of the whole batch is not made again.
+        sub_batches: sub-batch sizes that may be used; only the whole batch where sub-batches would change the result.
+            Sizes below the batch are at most half of it, rounded up.
+        costs: what operations need is added to what tensors hold.
+        check: compare a dry run of the smallest sub-batch with a real one on copies. Some kernels save another number
+            of tensors than their description says (oneDNN's LSTM a work space); then real runs are used.
+        earlier: of the same step for other sizes: its dry run of the whole batch is not made again.
 
     Attributes:
         note: why predictions are not exact, or nothing can be offloaded; empty if they are, and storages can.
@@ -68,15 +142,24 @@ class StepRuns:
     """
 
     def __init__(
-        self, step: TrainingStep, sub_batches: tuple[int, ...], *, check: bool = False, earlier: StepRuns | None = None
+        self,
+        step: TrainingStep,
+        sub_batches: tuple[int, ...],
+        costs: StepCosts | None = None,
+        *,
+        check: bool = False,
+        earlier: StepMemory | None = None,
     ) -> None:
         self.step = step
+        self.costs = costs or StepCosts()
         self._check = check
         self.sub_batches = tuple(
             sorted({size for size in sub_batches if size <= -(-step.samples // 2)} | {step.samples})
         )
         if step.samples not in sub_batches and len(self.sub_batches) > 1:
             self.sub_batches = self.sub_batches[:-1]
+        self._floor_costs, self._most_bytes = _least_of(self.costs, self.sub_batches[0]), _NEVER
+        self._floor: MemoryFloor | None = None
         self.note = self.no_offload = ""
         self._host: HostNone | None = None
         self._dry_run: DryRun | None = None
@@ -85,13 +168,28 @@ class StepRuns:
         self._not_run_really: list[str] = []
         self._done: dict[tuple[Any, ...], Any] = {}
         if earlier is not None:
-            self._share(earlier)
+            if earlier.plain is not None:
+                self._dry_run, self._profile = earlier._dry_run, earlier._profile
+            self.note = self.no_offload = earlier.no_offload
+            self._host = earlier._host
 
-    def _share(self, earlier: StepRuns) -> None:
-        if earlier.plain is not None:
-            self._dry_run, self._profile = earlier._dry_run, earlier._profile
-        self.note = self.no_offload = earlier.no_offload
-        self._host = earlier._host
+    def with_least(self, least: StepCosts, most_bytes: int | None = None) -> StepMemory:
+        """The same runs with a floor by other costs than the step's.
+
+        Args:
+            least: what the floor's plan needs beside its tensors, measured for it; see :func:`least_costs`.
+            most_bytes: budgets of so much are accepted without asking for the floor, so it is no higher; None: unknown.
+        """
+        twin = copy.copy(self)
+        twin._floor_costs, twin._most_bytes = least, _NEVER if most_bytes is None else most_bytes
+        twin._floor = None
+        return twin
+
+    def with_costs(self, costs: StepCosts) -> StepMemory:
+        """The same runs and the same floor with other costs, once they have been measured."""
+        twin = copy.copy(self)
+        twin.costs = costs
+        return twin
 
     @cached_property
     def plain(self) -> StepProfile | None:
@@ -133,14 +231,21 @@ class StepRuns:
         saved = len(self.lifetimes(sub_batch).passes[0])
         return OffloadPlan(sub_batch, frozenset(range(saved)) if all_of else frozenset(), 0, saved)
 
-    def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int, operations: Operations) -> int:
-        """What tensors and operations hold at most under a plan, put together from the dry runs."""
+    def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0, operations: Operations | None = None) -> int:
+        """What tensors and operations hold at most under a plan, put together from the dry runs.
+
+        Args:
+            operations: what these allocate for themselves; by default as in :attr:`costs`.
+        """
+        operations = self.costs.operations if operations is None else operations
         lives = self.lifetimes(plan.sub_batch)
         first, *others = part_lengths(self.step.samples, -(-self.step.samples // plan.sub_batch))
         second = others[0] if others and first == plan.sub_batch else None
         return max(self.update_bytes, lives.peak_bytes(plan, in_flight_bytes, operations, second))
 
-    def exact_bytes(self, plan: OffloadPlan, in_flight_bytes: int, operations: Operations) -> tuple[int, int]:
+    def exact_bytes(
+        self, plan: OffloadPlan, in_flight_bytes: int = 0, operations: Operations | None = None
+    ) -> tuple[int, int]:
         """The same by a dry run under this very plan, or put together where there is none; and of tensors alone.
 
         The second number is 0 where nothing can be run dry.
@@ -148,17 +253,61 @@ class StepRuns:
         if self.plain is None:
             return self.peak_bytes(plan, in_flight_bytes, operations), 0
         run = self.exact_run(plan, in_flight_bytes)
-        return max(self.update_bytes, run.peak_with(operations)), max(self.update_bytes, run.peak_bytes)
+        peak = run.peak_with(self.costs.operations if operations is None else operations)
+        return max(self.update_bytes, peak), max(self.update_bytes, run.peak_bytes)
 
-    def small_bytes(self, plan: OffloadPlan, in_flight_bytes: int, operations: Operations) -> int:
+    def small_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
         """Return by how much the peak is lower without tensors that a pool leaves to the C library; 0 where unknown."""
         if self.plain is None:
             return 0
         whole = plan.sub_batch >= self.step.samples and not plan.offload
         run = self.plain if whole else self.exact_run(plan, in_flight_bytes)
-        peaks = (run.peak_with(operations, smallest) for smallest in (1, POOLED_BYTES))
+        peaks = (run.peak_with(self.costs.operations, smallest) for smallest in (1, POOLED_BYTES))
         total, large = (max(self.update_bytes, peak) for peak in peaks)
         return total - large
+
+    def require(self, budget_bytes: int) -> None:
+        """Refuse a budget below the floor, which need not be found out for one that the plain step fits into.
+
+        Raises:
+            BudgetError: it is.
+        """
+        if budget_bytes < self._roof_bytes:
+            self.floor.require(budget_bytes)
+
+    @property
+    def floor(self) -> MemoryFloor:
+        """Everything offloaded, the smallest sub-batch, nothing fetched ahead; never more than the plain step needs."""
+        if self._floor is None:
+            smallest, least = self.sub_batches[0], self._floor_costs
+            plans = [self.plan(smallest, all_of=True), self.plan(smallest)]
+            plan = min(plans, key=lambda one: self.peak_bytes(one, 0, least.operations))
+            needed, _ = self.exact_bytes(plan, 0, least.operations)
+            if self._plain_peak_bytes < needed:
+                plan, needed = self.plan(self.step.samples), self._plain_peak_bytes
+            offloaded_run = self.offloaded(smallest)
+            nbytes = min(needed + least.scratch(smallest), self._roof_bytes)
+            self._floor = MemoryFloor(
+                nbytes,
+                plan.sub_batch,
+                offloaded_run.resident_bytes,
+                max(0, nbytes - needed),
+                _largest_task(offloaded_run, least.operations),
+                no_offload=self.no_offload,
+                plan=plan,
+            )
+        return self._floor
+
+    @property
+    def _plain_peak_bytes(self) -> int:
+        if self.plain is None or self.step.samples not in self.sub_batches:
+            return _NEVER
+        return self.plain.peak_with(self._floor_costs.operations)
+
+    @property
+    def _roof_bytes(self) -> int:
+        """No budget of so much is refused."""
+        return min(self._plain_peak_bytes + self._floor_costs.spare_bytes, self._most_bytes)
 
     def exact_run(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> StepProfile:
         """A dry run under this very plan, without the update, for steps that can be run dry; the last one is kept."""
@@ -183,15 +332,10 @@ class StepRuns:
         """What is held during the optimizers' updates."""
         if self.plain is not None:
             return self.plain.trace.update_peak_bytes
-        few = self.step.of_size(min(self._least, self.step.samples))
+        few = self.step.of_size(fewest_samples(self.step))
         batch_bytes = sum(sizes_of(few.batch))
         small = DryRun(few, real=True, host=self._host).run(OffloadPlan(few.samples)).trace.update_peak_bytes
         return small - batch_bytes + self._batch_bytes if small else 0
-
-    @cached_property
-    def _least(self) -> int:
-        """A BatchNorm after pooling refuses one sample."""
-        return 2 if batch_statistics_layers(self.step.module) else 1
 
     @cached_property
     def _whole(self) -> Lifetimes:
@@ -202,7 +346,7 @@ class StepRuns:
             except ScheduleError:  # the first pass ever did more: it made a mask, say, that the model keeps
                 return Lifetimes(self._part(samples), self.offloaded(samples))
         # With very few samples a step may run other operations than with more.
-        for low in (1, 2, 4)[self._least - 1 :]:
+        for low in (1, 2, 4)[fewest_samples(self.step) - 1 :]:
             small, large = (self._real(size, size) for size in (min(low, samples), min(2 * low, samples)))
             with suppress(ScheduleError):
                 return Lifetimes(*small, large[0], batch_bytes=self._batch_bytes)
@@ -277,240 +421,21 @@ class StepRuns:
         )
 
 
-# The least memory that a step can run in, and the refusal of a budget below it.
-
-
-@dataclass(frozen=True)
-class MemoryFloor:
-    """The least memory that a step can run in.
-
-    Attributes:
-        bytes: the smallest budget: every smaller one is refused, and this one is not.
-        sub_batch: with so many samples at once.
-        resident_bytes: of these, parameters, buffers, gradients, optimizer states and the batch.
-        scratch_bytes: of these, what is needed beside tensors and what operations allocate.
-        task: the operation that needs the most.
-        no_offload: why nothing can be offloaded; empty if storages can.
-        plan: what runs in the floor.
-    """
-
-    bytes: int
-    sub_batch: int
-    resident_bytes: int
-    scratch_bytes: int
-    task: LargestTask
-    no_offload: str = ""
-    plan: OffloadPlan = field(default_factory=lambda: OffloadPlan(1))
-
-    def require(self, budget_bytes: int) -> None:
-        """Refuse a budget below the floor.
-
-        Raises:
-            BudgetError: it is.
-        """
-        if budget_bytes < self.bytes:
-            raise self.refusal(budget_bytes)
-
-    def refusal(self, budget_bytes: int, fewer: str | None = None) -> BudgetError:
-        """The error that says why a budget is too small.
-
-        Args:
-            fewer: how fewer samples at once could run, or why they cannot; None: the caller chooses sub-batch sizes.
-        """
-        return BudgetError(
-            f"a budget of {sized(budget_bytes)} is below this step's floor",
-            floor_bytes=self.bytes,
-            task=f"{self.task.name} ({self.task.phase})",
-            layer=self.task.layer,
-            hint=self._hint(budget_bytes, fewer),
-            samples=self.sub_batch,
-        )
-
-    def _hint(self, budget_bytes: int, fewer: str | None) -> str:
-        if fewer is None:
-            fewer = f"The step runs {self.sub_batch} samples at once; smaller sub-batches, if allowed, would help"
-        staying = (
-            f"{sized(self.resident_bytes)} of them are parameters, gradients, optimizer states and the batch: an "
-            "optimizer with less state, a smaller batch or parameters in a smaller dtype would help"
-        )
-        mostly_stays = self.resident_bytes > self.task.nbytes + self.scratch_bytes
-        hints = [staying] if mostly_stays else []
-        if self.sub_batch > 1 and fewer and not (mostly_stays and self.resident_bytes >= budget_bytes):
-            hints.append(fewer)
-        samples = f"{self.sub_batch} samples" if self.sub_batch > 1 else "one sample"
-        alone = f"That layer alone needs {sized(self.task.nbytes)} for {samples}: smaller samples would help"
-        return ". ".join([*(hints or [alone]), *filter(None, [_sentence(self.no_offload)])])
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-# Finds the floor of a step, when it is asked for.
-
-_NEVER = 2**62
-
-
-class FloorSearch:
-    """The floor of a step, which need not be found out for a budget that the plain step fits into.
-
-    Args:
-        least: what the floor's plan needs beside its tensors.
-        most_bytes: budgets of so much are accepted without asking for the floor, so it is no higher; None: unknown.
-    """
-
-    def __init__(self, runs: StepRuns, least: StepCosts, most_bytes: int | None = None) -> None:
-        self._runs, self._least = runs, least
-        self._most_bytes = _NEVER if most_bytes is None else most_bytes
-
-    def require(self, budget_bytes: int) -> None:
-        """Refuse a budget below the floor.
-
-        Raises:
-            BudgetError: it is.
-        """
-        if budget_bytes < self._roof_bytes:
-            self.floor.require(budget_bytes)
-
-    @cached_property
-    def floor(self) -> MemoryFloor:
-        """Everything offloaded, the smallest sub-batch, nothing fetched ahead; never more than the plain step needs."""
-        smallest, least = self._runs.sub_batches[0], self._least
-        plans = [self._runs.plan(smallest, all_of=True), self._runs.plan(smallest)]
-        plan = min(plans, key=lambda one: self._runs.peak_bytes(one, 0, least.operations))
-        needed, _ = self._runs.exact_bytes(plan, 0, least.operations)
-        if self._plain_peak_bytes < needed:
-            plan, needed = self._runs.plan(self._runs.step.samples), self._plain_peak_bytes
-        offloaded_run = self._runs.offloaded(smallest)
-        nbytes = min(needed + least.scratch(smallest), self._roof_bytes)
-        return MemoryFloor(
-            nbytes,
-            plan.sub_batch,
-            offloaded_run.resident_bytes,
-            max(0, nbytes - needed),
-            _largest_task(offloaded_run, least),
-            no_offload=self._runs.no_offload,
-            plan=plan,
-        )
-
-    @property
-    def _plain_peak_bytes(self) -> int:
-        plain = self._runs.plain
-        if plain is None or self._runs.step.samples not in self._runs.sub_batches:
-            return _NEVER
-        return plain.peak_with(self._least.operations)
-
-    @property
-    def _roof_bytes(self) -> int:
-        """No budget of so much is refused."""
-        return min(self._plain_peak_bytes + self._least.spare_bytes, self._most_bytes)
-
-
-def _largest_task(profile: StepProfile, costs: StepCosts) -> LargestTask:
-    """Find it with what operations allocate for themselves: that may make another one the largest."""
-    if not costs.operations:
-        return profile.largest_task
-    operations, none = profile.trace.operations, Size(0)
-    own = [costs.operations.get(one.kind, none).at(profile.plan.sub_batch) for one in operations]
-    needs = [nbytes + extra for nbytes, extra in zip(profile.held_bytes(), own, strict=True)]
-    at = max(range(len(needs)), key=needs.__getitem__, default=-1)
-    if at < 0 or needs[at] <= profile.peak_bytes:
-        return profile.largest_task
-    largest = replace(profile, trace=replace(profile.trace, peak_at=at)).largest_task
-    return replace(largest, nbytes=largest.nbytes + own[at])
-
-
-class StepMemory:
-    """What a step needs under any plan: what its runs hold, and what operations and allocators need beside that.
-
-    Args:
-        sub_batches: sub-batch sizes that may be used; only the whole batch where sub-batches would change the result.
-            Sizes below the batch are at most half of it, rounded up.
-        costs: what operations need is added to what tensors hold.
-        check: compare a dry run of the smallest sub-batch with a real one on copies. Some kernels save another number
-            of tensors than their description says (oneDNN's LSTM a work space); then real runs are used.
-        runs: instead of new ones of ``step``, for ``sub_batches``.
-        floor: by default the floor with what ``costs`` say.
-
-    Attributes:
-        runs: the dry runs behind the numbers.
-    """
-
-    def __init__(
-        self,
-        step: TrainingStep,
-        sub_batches: tuple[int, ...],
-        costs: StepCosts | None = None,
-        *,
-        check: bool = False,
-        runs: StepRuns | None = None,
-        floor: FloorSearch | None = None,
-    ) -> None:
-        self.step = step
-        self.costs = costs or StepCosts()
-        self.runs = runs or StepRuns(step, sub_batches, check=check)
-        self.sub_batches = self.runs.sub_batches
-        self._floor = floor or FloorSearch(self.runs, _least_of(self.costs, self.sub_batches[0]))
-
-    @property
-    def plain(self) -> StepProfile | None:
-        """The whole batch with nothing offloaded; None where the step cannot be run dry."""
-        return self.runs.plain
-
-    @property
-    def note(self) -> str:
-        """Why predictions are not exact, or nothing can be offloaded; empty if they are, and storages can."""
-        return self.runs.note
-
-    def require(self, budget_bytes: int) -> None:
-        """Refuse a budget below the floor, which need not be found out for one that the plain step fits into.
-
-        Raises:
-            BudgetError: it is.
-        """
-        self._floor.require(budget_bytes)
-
-    @property
-    def floor(self) -> MemoryFloor:
-        """Everything offloaded, the smallest sub-batch, nothing fetched ahead; never more than the plain step needs."""
-        return self._floor.floor
-
-    def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
-        """What tensors and operations hold at most under a plan, put together from the dry runs."""
-        return self.runs.peak_bytes(plan, in_flight_bytes, self.costs.operations)
-
-    def exact_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> tuple[int, int]:
-        """The same by a dry run under this very plan, or put together where there is none; and of tensors alone.
-
-        The second number is 0 where nothing can be run dry.
-        """
-        return self.runs.exact_bytes(plan, in_flight_bytes, self.costs.operations)
-
-    def small_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
-        """Return by how much the peak is lower without tensors that a pool leaves to the C library; 0 where unknown."""
-        return self.runs.small_bytes(plan, in_flight_bytes, self.costs.operations)
-
-    def with_sizes(self, sub_batches: tuple[int, ...], costs: StepCosts, *, check: bool) -> StepMemory:
-        """The same step with other arguments; its dry run of the whole batch is not made again."""
-        runs = StepRuns(self.step, sub_batches, check=check, earlier=self.runs)
-        return StepMemory(self.step, sub_batches, costs, runs=runs)
-
-    def with_least(self, least: StepCosts, most_bytes: int | None = None) -> StepMemory:
-        """The same runs with a floor by other costs than the step's.
-
-        Args:
-            least: measured for the floor; see :func:`least_costs`.
-            most_bytes: budgets of so much are accepted without asking for the floor, so it is no higher; None: unknown.
-        """
-        floor = FloorSearch(self.runs, least, most_bytes)
-        return StepMemory(self.step, self.sub_batches, self.costs, runs=self.runs, floor=floor)
-
-    def with_costs(self, costs: StepCosts) -> StepMemory:
-        """The same runs and the same floor with other costs, once they have been measured."""
-        return StepMemory(self.step, self.sub_batches, costs, runs=self.runs, floor=self._floor)
-
-
 def _least_of(costs: StepCosts, smallest: int) -> StepCosts:
     """Without any measured for the purpose those of the step."""
     scratch = costs.scratch(smallest) + costs.spare_bytes
     return StepCosts(operations=costs.operations, scratch_bytes=scratch, spare_bytes=scratch)
+
+
+def _largest_task(profile: StepProfile, operations: Operations) -> LargestTask:
+    """Find it with what operations allocate for themselves: that may make another one the largest."""
+    if not operations:
+        return profile.largest_task
+    own = {kind: size.at(profile.plan.sub_batch) for kind, size in operations.items()}
+    extra = [own.get(one.kind, 0) for one in profile.trace.operations]
+    needs = [nbytes + more for nbytes, more in zip(profile.held_bytes(), extra, strict=True)]
+    at = max(range(len(needs)), key=needs.__getitem__, default=-1)
+    if at < 0 or needs[at] <= profile.peak_bytes:
+        return profile.largest_task
+    largest = replace(profile, trace=replace(profile.trace, peak_at=at)).largest_task
+    return replace(largest, nbytes=largest.nbytes + extra[at])

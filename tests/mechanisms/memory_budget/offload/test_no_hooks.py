@@ -162,7 +162,7 @@ def test_a_step_that_takes_hooks_is_not_affected() -> None:
     net = Net(lambda network, value: value)
     memory = StepMemory(TrainingStep(net, batch(), SAMPLES, net.loss), (SAMPLES,))
     assert memory.floor.no_offload == memory.note == ""
-    assert memory.runs.plan(SAMPLES, all_of=True).offload
+    assert memory.plan(SAMPLES, all_of=True).offload
 
 
 def test_the_error_says_what_refuses_hooks() -> None:
