@@ -198,11 +198,6 @@ def counted_ms(plain: StepProfile | None) -> tuple[float, float]:
     return count * _OPERATION_MS + fixed / _BYTES_PER_MS, shared / _BYTES_PER_MS / plain.samples
 
 
-def counted_copies(device: torch.device) -> float:
-    """Bytes a millisecond to the host and back."""
-    return _DISK if device.type == "cpu" else _BUS
-
-
 @dataclass(frozen=True)
 class StepCosts:
     """Times of a step's parts, the host tier's bandwidth, and what operations allocate for themselves.
@@ -294,16 +289,28 @@ def calibrate(
         timed: False asks no clock: times follow from bytes and operations, so that every run finds the same.
     """
     low, high, fits = _sizes_within(step, plain, budget_bytes)
-    parameter = next(step.module.parameters())
+    device = next(step.module.parameters()).device
+    spare = spare_bytes(plain) if device.type == "cpu" else 0
     with within(step.given(), budget_bytes) as pool:
         room = budget_bytes - pool.bytes_elsewhere(step.given()) if pool.installed else 0
         runs, (first, last) = measured(step, (low, high), host, plain, pool, room)
+        operations = operations_between(first, last, low, high)
         if not timed:
-            return _counted(plain, parameter.device, operations_between(first, last, low, high), last.rest)
+            fixed_ms, sample_ms = counted_ms(plain)
+            copies = _DISK if device.type == "cpu" else _BUS
+            return StepCosts(
+                fixed_ms=fixed_ms,
+                sample_ms=sample_ms,
+                out_bytes_per_ms=copies,
+                in_bytes_per_ms=copies,
+                operations=operations,
+                scratch_bytes=last.rest,
+                spare_bytes=spare,
+            )
         times = [_best_ms(partial(run.untraced, None if fits else everything(run.step.samples))) for run in runs]
         resident = 0 if plain is None else plain.resident_bytes
         nbytes = min(_PROBE_BYTES, max(_SMALLEST_PROBE_BYTES, (budget_bytes - resident) // _PROBE_SHARE))
-        bandwidth = _bandwidth(host, parameter.device, nbytes)
+        bandwidth = _bandwidth(host, device, nbytes)
         if fits:
             copying_ms = _best_ms(partial(runs[1].untraced, everything(high))) - times[1]
             bandwidth = bandwidth.no_faster_than(copying_ms, last.saved_bytes)
@@ -315,29 +322,12 @@ def calibrate(
         out_bytes_per_ms=bandwidth.out,
         in_bytes_per_ms=bandwidth.back,
         hidden=bandwidth.hidden,
-        operations=operations_between(first, last, low, high),
+        operations=operations,
         scratch_bytes=holes.fixed,
         scratch_sample_bytes=holes.sample,
         few_samples=high - 1 if first.rest > last.rest else 0,
         few_bytes=first.rest,
-        spare_bytes=spare_bytes(plain) if parameter.device.type == "cpu" else 0,
-    )
-
-
-def _counted(
-    plain: StepProfile | None, device: torch.device, operations: dict[tuple[Phase, str, str], Size], rest: int
-) -> StepCosts:
-    """Costs that no clock has a part in."""
-    fixed_ms, sample_ms = counted_ms(plain)
-    copies = counted_copies(device)
-    return StepCosts(
-        fixed_ms=fixed_ms,
-        sample_ms=sample_ms,
-        out_bytes_per_ms=copies,
-        in_bytes_per_ms=copies,
-        operations=operations,
-        scratch_bytes=rest,
-        spare_bytes=spare_bytes(plain) if device.type == "cpu" else 0,
+        spare_bytes=spare,
     )
 
 

@@ -65,7 +65,7 @@ class FirstSteps:
             plan = everything(samples)
         elif not (may_stop and self._roomy(key, batch)):
             return None
-        return PlannedShape(samples, PlanChoice(plan, 0, 0, 0.0, 0.0, 0, 0))
+        return PlannedShape(samples, PlanChoice(plan))
 
     def note(self, key: Any, samples: int, sizes: Sequence[int]) -> None:
         """What the first step of a shape saved, in bytes, everything offloaded."""
@@ -127,7 +127,7 @@ class FirstSteps:
         peak = standing + _TIMES_MADE * allocated.bytes
         if peak > self._budget_bytes:
             return
-        choice = PlanChoice(OffloadPlan(samples), 0, peak, 0.0, 0.0, 0, 0, tensor_bytes=peak)
+        choice = PlanChoice(OffloadPlan(samples), peak_bytes=peak, tensor_bytes=peak)
         shapes.append(PlannedShape(samples, choice, note=COUNTED, first_step_bytes=0))
 
     def _standing_bytes(self, batch: Any) -> int:

@@ -47,12 +47,12 @@ class PlanChoice:
     """
 
     plan: OffloadPlan
-    in_flight_bytes: int
-    peak_bytes: int
-    step_ms: float
-    plain_ms: float
-    out_bytes: int
-    in_bytes: int
+    in_flight_bytes: int = 0
+    peak_bytes: int = 0
+    step_ms: float = 0.0
+    plain_ms: float = 0.0
+    out_bytes: int = 0
+    in_bytes: int = 0
     floor: MemoryFloor | None = None
     scratch_bytes: int = 0
     spare_bytes: int = 0
@@ -243,11 +243,10 @@ def plan_after(samples: int, sizes: Sequence[int], needed_bytes: int | None, bud
             away.append(number)
     moved = sum(sizes[number] for number in away)
     peak_bytes = budget_bytes if needed_bytes is None else needed_bytes + sum(sizes) - moved
-    peak_bytes += 2 * largest if ahead and away else 0
+    in_flight_bytes = largest if ahead and away else 0
+    peak_bytes += 2 * in_flight_bytes
     plan = OffloadPlan(samples, frozenset(away), int(ahead), len(sizes))
-    return PlanChoice(
-        plan, largest if ahead and away else 0, peak_bytes, 0.0, 0.0, moved, moved, tensor_bytes=peak_bytes
-    )
+    return PlanChoice(plan, in_flight_bytes, peak_bytes, out_bytes=moved, in_bytes=moved, tensor_bytes=peak_bytes)
 
 
 # Candidates for a plan run for real, a sub-batch each, because predicted times miss what caches and disks do.
@@ -339,20 +338,17 @@ def search_plan(
     plain_ms = costs.step_ms(step.samples, step.samples, 0, 0)
     memory.require(budget_bytes)
     if memory.plain is not None and step.samples in memory.sub_batches:
-        peak = memory.plain.peak_with(costs.operations) + costs.scratch(step.samples)
+        scratch = costs.scratch(step.samples)
+        peak = memory.plain.peak_with(costs.operations) + scratch
         if peak <= budget_bytes - costs.spare_bytes:
             plan = OffloadPlan(step.samples, saved=len(memory.plain.saved))
-            scratch, spare = costs.scratch(step.samples), costs.spare_bytes
             return PlanChoice(
                 plan,
-                0,
-                peak,
-                plain_ms,
-                plain_ms,
-                0,
-                0,
+                peak_bytes=peak,
+                step_ms=plain_ms,
+                plain_ms=plain_ms,
                 scratch_bytes=scratch,
-                spare_bytes=spare,
+                spare_bytes=costs.spare_bytes,
                 tensor_bytes=memory.plain.peak_bytes,
                 small_bytes=memory.small_bytes(plan),
             )
