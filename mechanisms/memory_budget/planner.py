@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ class StepPlanner:
         stages = PlanningStages(self.options.say, probed=probes, timed=timed)
         certificate = None
         if self.options.sub_batches and samples > 1:
-            certificate = self._certify(step, batch, None, probed, plain, stages.probe)
+            certificate = self.certify(step, batch, samples=probed, plain=plain, begin=stages.probe)
         separable = certificate is not None and certificate.separable
         with preserve_state(self.model, step):
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
@@ -222,22 +223,12 @@ class StepPlanner:
         among: Certificate | None = None,
         samples: int = _PROBED[1],
         plain: StepProfile | None = None,
+        begin: Callable[[], None] | None = None,
     ) -> Certificate:
-        """Whether sub-batches give the same gradients, by a probe of so many samples."""
-        return self._certify(step, batch, among, samples, plain, lambda: self.options.say(PROBING))
-
-    def _certify(
-        self,
-        step: Step,
-        batch: Any,
-        among: Certificate | None,
-        samples: int,
-        plain: StepProfile | None,
-        begin: Callable[[], None],
-    ) -> Certificate:
+        """Whether sub-batches give the same gradients, by a probe of so many samples; ``begin`` tells that it runs."""
         if self.whole_because:
             return Certificate(None, self.whole_because)
-        begin()
+        (begin or partial(self.options.say, PROBING))()
         with self._trying_out(), preserve_state(self.model, step):
             return certify(
                 step,
