@@ -13,8 +13,6 @@ from torch import Tensor
 from retime.foundations.parts.split import map_leaves
 from retime.foundations.storages import has_storage
 
-__all__ = ["WholeOutput", "combined", "combined_scalar", "has_entries"]
-
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 

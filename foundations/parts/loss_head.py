@@ -37,20 +37,6 @@ from retime.foundations.torch_private.engine import (
 )
 from retime.foundations.torch_private.tensors import storage_address
 
-__all__ = [
-    "ALTERATIONS",
-    "Head",
-    "NotUnderstoodError",
-    "PerturbedReads",
-    "READS",
-    "RecordedRun",
-    "Recorder",
-    "head_of",
-    "head_of_loss",
-    "record",
-    "record_altered",
-]
-
 _SAME_VALUES = {
     *("view", "_unsafe_view", "_reshape_alias", "reshape", "squeeze", "unsqueeze", "clone", "_to_copy", "detach"),
     *("alias", "lift_fresh", "permute", "transpose", "t", "expand", "copy", "view_as_real", "real"),

@@ -60,6 +60,7 @@ from retime.mechanisms.memory_budget.separability.probe import (
     Probe,
     Prober,
     Verdict,
+    first_line,
     fitted_error,
     judge,
     loss_difference,
@@ -243,7 +244,7 @@ def compared(
     except Exception as error:  # whatever a step says to tensors without values
         reason = (
             f"whether the step does the same with {max(sizes)} samples as with {certificate.samples} is not known, as "
-            f"the step does not run without values ({_first_line(error)}). {_WHAT_TO_DO}"
+            f"the step does not run without values ({first_line(error)}). {_WHAT_TO_DO}"
         )
         return Certificate(None, reason, samples=certificate.samples)
     for size, run in zip(wanted, runs, strict=True):
@@ -263,10 +264,6 @@ def compared(
 
 def _known_sizes(certificate: Certificate, sizes: Collection[int]) -> Certificate:
     return replace(certificate, sizes=certificate.sizes | set(sizes))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 def _together(weightings: Sequence[Weighting]) -> str:
@@ -405,11 +402,11 @@ class _Examiner:
             probes: list[Probe] = []
             for number, batch in enumerate(self._batches):
                 names = range(number * self._samples, (number + 1) * self._samples)
-                outcome = prober.probe(batch, names, pairs=1 if number else 2)
-                if outcome.failure:
-                    return Certificate(None, outcome.failure, samples=self._samples)
-                if not number or outcome.probes[0].full.tells:
-                    probes += outcome.probes
+                probe = prober.probe(batch, names, pairs=1 if number else 2)
+                if probe.failure:
+                    return Certificate(None, probe.failure, samples=self._samples)
+                if not number or probe.full.tells:
+                    probes.append(probe)
             head, why, reads = self._look = self._look or self._looked(prober)
             if given is not None:
                 candidates, why = [given], ""
@@ -445,11 +442,11 @@ class _Examiner:
             kind = partial(_ZeroWeights, [], True)
             lifted = prober.probe(self._batches[0], range(self._samples), kind=kind)
         except Exception as error:  # whatever a step says to other numbers than its own
-            reason = f"a term of its loss is multiplied by 0, and it fails where that is another ({_first_line(error)})"
+            reason = f"a term of its loss is multiplied by 0, and it fails where that is another ({first_line(error)})"
             return Certificate(None, reason, samples=self._samples)
         if lifted.failure:
             return Certificate(None, lifted.failure, samples=self._samples)
-        again = _concluded(lifted.probes, candidates, prober.epsilon, self._samples, {}, given=True)
+        again = _concluded([lifted], candidates, prober.epsilon, self._samples, {}, given=True)
         if again.separable:
             return concluded
         reason = f"the loss has a term that is multiplied by 0 now, and where it is not, {again.reason}"
@@ -472,7 +469,7 @@ class _Examiner:
         except NotUnderstoodError as error:
             return None, str(error), reads
         except Exception as error:  # whatever a step says to being watched
-            return None, f"its operations cannot be followed ({_first_line(error)})", (None,)
+            return None, f"its operations cannot be followed ({first_line(error)})", (None,)
 
 
 def _heads_of_scalars(large: RecordedRun, small: RecordedRun) -> Iterator[tuple[str, Weighting]]:
