@@ -167,9 +167,9 @@ class BudgetedStep:
     def begin(self, step: Step, batch: Any) -> Any:
         """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
         with suppress(TooMuchAllocated, AnotherPath):
-            return self.prepare(step, batch).forward(0)
+            return self._prepared(step, batch).forward(0)
         # Behind an `except`, not in it: its traceback would hold the stopped pass's activations while this one runs.
-        return self.prepare(step, batch).forward(0)
+        return self._prepared(step, batch).forward(0)
 
     def choose(self, step: Step, batch: Any) -> ExecutionMode:
         """Plan if need be; :attr:`parts` are ready unless the batch is to run plainly."""
@@ -183,6 +183,9 @@ class BudgetedStep:
     def prepare(self, step: Step, batch: Any) -> SubBatches:
         """Plan if need be, and cut the batch; nothing of it runs yet."""
         return self._batches.prepare(step, self._record(batch))
+
+    def _prepared(self, step: Step, batch: Any) -> SubBatches:
+        return self.prepare(step, batch)
 
     def finish(self, loss: Tensor, backward: Callable[[Tensor], Any] | None = None) -> Any:
         """Backward pass of the first sub-batch from ``loss``, then all others; returns as :meth:`run`."""

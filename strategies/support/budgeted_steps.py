@@ -302,12 +302,7 @@ class Budgeted(LightningOnly, Strategy):
         assert module is not None
         parts = step.parts if step is not None else None
         if step is None or parts is None:
-            self.pre_backward(closure_loss)
-            closure_loss = plugin.pre_backward(closure_loss, module)
-            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-            closure_loss = plugin.post_backward(closure_loss, module)
-            self.post_backward(closure_loss)
-            return closure_loss
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self._log is not None
         assert self._results is not None
         accumulated = module.trainer.accumulate_grad_batches
