@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -124,11 +124,11 @@ class StepPlanner:
     Args:
         model, optimizers, budget_bytes, host, options: as for
             :class:`~retime.mechanisms.memory_budget.BudgetedStep`.
-        trying_out: entered around everything that calls a step without its result being wanted.
 
     Attributes:
         gradients: whether those of steps before are there; may be set between two batches.
         whole_because: why batches must not be split, if the caller knows a reason.
+        planning: the step that runs at the moment is only tried out.
     """
 
     def __init__(
@@ -140,11 +140,19 @@ class StepPlanner:
         options: BudgetOptions,
         gradients: Gradients,
         whole_because: str,
-        trying_out: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.model, self.optimizers, self.budget_bytes, self.host = model, optimizers, budget_bytes, host
         self.options, self.gradients, self.whole_because = options, gradients, whole_because
-        self._trying_out = trying_out
+        self.planning = False
+
+    @contextmanager
+    def trying_out(self) -> Iterator[None]:
+        """Around everything that calls a step without its result being wanted."""
+        before, self.planning = self.planning, True
+        try:
+            yield
+        finally:
+            self.planning = before
 
     def make(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         """Choose, of the plans that fit and are nearly the fastest, the one that moves least; see :func:`search_plan`.
@@ -229,7 +237,7 @@ class StepPlanner:
         if self.whole_because:
             return Certificate(None, self.whole_because)
         (begin or partial(self.options.say, PROBING))()
-        with self._trying_out(), preserve_state(self.model, step):
+        with self.trying_out(), preserve_state(self.model, step):
             return certify(
                 step,
                 batch,
@@ -244,7 +252,7 @@ class StepPlanner:
 
     def compared(self, step: Step, batch: Any, certificate: Certificate, sizes: Collection[int]) -> Certificate:
         """The same certificate, if batches of these sizes do what the probed samples do."""
-        with self._trying_out(), preserve_state(self.model, step):
+        with self.trying_out(), preserve_state(self.model, step):
             return compared(
                 step,
                 batch,

@@ -229,28 +229,6 @@ class PlanCache:
         self._earlier = plans_in(state, made_for)
 
 
-# Whether the step that runs at the moment is only tried out.
-
-
-class PlanningFlag:
-    """Called for a context around everything that calls a step without its result being wanted.
-
-    Attributes:
-        now: such a context is open.
-    """
-
-    def __init__(self) -> None:
-        self.now = False
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        before, self.now = self.now, True
-        try:
-            yield
-        finally:
-            self.now = before
-
-
 # The one :class:`OffloadSavedTensors` of each plan that is in use, and what they all moved.
 
 
@@ -326,7 +304,6 @@ class BatchPlans:
         offloads: Offloads,
         report: BudgetReport,
         compiled: CompiledCode,
-        tried_out: PlanningFlag,
         make_plan: MakePlan,
     ) -> None:
         self.planner, self.book, self.options = planner, PlanCache(), planner.options
@@ -334,8 +311,7 @@ class BatchPlans:
         self._first_step: tuple[BatchRecord, PlannedShape] | None = None
         self._given = None if self.options.plan is None else GivenPlans(self.options.plan, planner)
         self.memory = MemoryLimit(planner.model, planner.optimizers, self.options.hidden_bytes)
-        self._offloads, self._report, self._compiled, self._tried_out = offloads, report, compiled, tried_out
-        self._make_plan = make_plan
+        self._offloads, self._report, self._compiled, self._make_plan = offloads, report, compiled, make_plan
 
     def first_or_plan(self, step: Step, record: BatchRecord, may_stop: bool = True) -> PlannedShape:
         """Plan, or return what the first step of a shape is to run under, which is trained to find out the rest."""
@@ -390,7 +366,7 @@ class BatchPlans:
             "step more often than training does; dry_run='off' does without them"
         )
         self.memory.limit(record.batch, self.planner.budget_bytes)
-        with self._tried_out(), self._compiled.looked_for():
+        with self.planner.trying_out(), self._compiled.looked_for():
             shape = self._with_parts_compared(step, record, self._made_or_taken(step, record))
         if not shape.plain:
             self._compiled.warn()

@@ -37,7 +37,7 @@ from retime.mechanisms.memory_budget.path_changes import (
 )
 from retime.mechanisms.memory_budget.plan_files import OtherPlansError, write_plans
 from retime.mechanisms.memory_budget.planner import BudgetOptions, Step, StepPlanner
-from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads, PlanningFlag
+from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads
 from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
 from retime.mechanisms.memory_budget.sub_batches import PlannedBatches, SubBatches
 from retime.schedules.errors import ScheduleError
@@ -135,13 +135,10 @@ class BudgetedStep:
         )
         self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
         self._options = options
-        self._tried_out, compiled = PlanningFlag(), CompiledCode()
-        self._offloads, self._report = Offloads(host), BudgetReport(budget_bytes)
-        self._planner = StepPlanner(
-            model, self.optimizers, budget_bytes, host, options, gradients, whole_because, self._tried_out
-        )
+        self._offloads, self._report, compiled = Offloads(host), BudgetReport(budget_bytes), CompiledCode()
+        self._planner = StepPlanner(model, self.optimizers, budget_bytes, host, options, gradients, whole_because)
         planned_by_planner, make_plan = make_plan is None, make_plan or StepPlanner.make
-        self._plans = BatchPlans(self._planner, self._offloads, self._report, compiled, self._tried_out, make_plan)
+        self._plans = BatchPlans(self._planner, self._offloads, self._report, compiled, make_plan)
         self._batches = PlannedBatches(self._plans, self._offloads, compiled, self._report, may_stop=planned_by_planner)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -250,7 +247,7 @@ class BudgetedStep:
     @property
     def planning(self) -> bool:
         """Whether the step that runs at the moment is only tried out: nothing of it is to be kept."""
-        return self._tried_out.now
+        return self._planner.planning
 
     @property
     def gradients(self) -> Gradients:
