@@ -332,7 +332,7 @@ class DryRun:
         with self._staged(), self._running():
             outliving = self._lay_out(tracer, plan.sub_batch < self.step.samples)
             try:
-                with tracer.watch(), tracer:
+                with tracer.layers.watch(), tracer:
                     outliving += self._forward_backward(tracer, plan, in_flight_bytes, compare, as_cut)
                     if update:
                         tracer.begin(Phase.UPDATE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -257,8 +257,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages while it is entered; also the observer of an :class:`OffloadSavedTensors`.
 
     Args:
-        module: gives operations their layers; its hooks are taken off by :meth:`watch`'s end.
+        module: gives operations their layers.
         meter: is told when operations begin and end.
+
+    Attributes:
+        layers: to be watched meanwhile.
     """
 
     def __init__(self, module: nn.Module, meter: Meter | None = None) -> None:
@@ -267,7 +270,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.phase = Phase.FORWARD
         self.current_bytes = 0
-        self._layers = RunningLayer(module)
+        self.layers = RunningLayer(module)
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._inside_hook = 0
         self._running = False
@@ -276,7 +279,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self, phase: Phase) -> None:
         """This part of the step runs from now on."""
         self.phase = phase
-        self._layers.begin(phase)
+        self.layers.begin(phase)
 
     # ---- storages
 
@@ -361,13 +364,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is LOCAL_SCALAR_DENSE and self._reads_value(args[0]):
             return 1.0 if args[0].dtype.is_floating_point else 1
-        if func.namespace == "prim":  # a fake tensor is asked for its device
+        # A fake tensor is asked for its device; what comes back is told by restored(), and buffers on the host do not
+        # count; a real tensor's value is read, as in no dry run.
+        if func.namespace == "prim" or self._inside_hook or func is LOCAL_SCALAR_DENSE:
             return func(*args, **kwargs)
-        if self._inside_hook:  # what comes back is told by restored(); buffers on the host do not count
-            return func(*args, **kwargs)
-        if func is LOCAL_SCALAR_DENSE:  # a dry run has none of these
-            return func(*args, **kwargs)
-        layer = self._layers.name()
+        layer = self.layers.name()
         seen = len(self.trace.storages)
         self._running = True
         if self._meter is not None:
@@ -379,13 +380,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # One that nobody told of is a constant that the model holds beside its parameters and buffers.
                 reads.update(dict.fromkeys(self._see(tensor, BlockKind.WEIGHT, born=-1)))
             writes: dict[int, None] = {}
+            mutable = schema_of(func).is_mutable
             # Operations on lists write into the first of them and return nothing.
-            changed = args[:1] if out is None and schema_of(func).is_mutable else ()
+            changed = args[:1] if out is None and mutable else ()
             for tensor in _operands((out, changed)):
                 before = len(self.trace.storages)
-                for index in self._see(tensor, None, self.now):
-                    if index >= before or schema_of(func).is_mutable:
-                        writes[index] = None
+                seen_now = self._see(tensor, None, self.now)
+                writes.update((index, None) for index in seen_now if mutable or index >= before)
         finally:
             self._running = False
         name = func.name().split("::")[-1]
@@ -406,13 +407,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.phase is Phase.UPDATE:
             return True
         raise ValueReadError(
-            f"{self._layers.name()} reads the value of a tensor (item(), float(), bool() or the like) in its "
+            f"{self.layers.name()} reads the value of a tensor (item(), float(), bool() or the like) in its "
             f"{self.phase}, which a dry run without values cannot follow"
         )
-
-    def watch(self) -> AbstractContextManager[None]:
-        """Follow which layer runs, by hooks on the module's children."""
-        return self._layers.watch()
 
     # ---- the hooks of an OffloadSavedTensors
 

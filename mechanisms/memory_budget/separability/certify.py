@@ -474,12 +474,12 @@ class _Examiner:
 
 def _heads_of_scalars(large: RecordedRun, small: RecordedRun) -> Iterator[tuple[str, Weighting]]:
     """What numbers that a step returns are of its samples, by place, as far as their operations tell."""
-    few = tensors_of(small.output)
-    for place, tensor in tensors_of(large.output).items():
+    few = tensors_of(small.output, "output")
+    for place, tensor in tensors_of(large.output, "output").items():
         try:
             if not tensor.dim() and place in few:
                 head = head_of((large, tensor), (small, few[place]))
-                yield f"output{place.removeprefix('batch')}", head.weightings[0]
+                yield place, head.weightings[0]
         except (NotUnderstoodError, IndexError):
             continue
 
