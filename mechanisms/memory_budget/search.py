@@ -144,20 +144,18 @@ def predicted_choice(
     memory: StepMemory, plan: OffloadPlan, in_flight_bytes: int, peak_bytes: int, plain_ms: float
 ) -> PlanChoice:
     """A plan with its predicted times and what it moves; ``peak_bytes`` is what tensors and operations hold."""
-    lives, samples = memory.lifetimes(plan.sub_batch), memory.step.samples
-    out_bytes = lives.saved_bytes(plan.offload, plan.sub_batch)
-    in_bytes = lives.read_bytes(plan.offload, plan.sub_batch)
+    samples, (out_bytes, in_bytes) = memory.step.samples, memory.lifetimes(plan.sub_batch).moved_bytes(plan)
     step_ms = memory.costs.step_ms(samples, plan.sub_batch, out_bytes, in_bytes, ahead=plan.prefetch > 0)
     count = -(-samples // plan.sub_batch)
     scratch = memory.costs.scratch(plan.sub_batch)
-    moved = count * out_bytes, count * in_bytes
     return PlanChoice(
         plan,
         in_flight_bytes,
         peak_bytes + scratch,
         step_ms,
         plain_ms,
-        *moved,
+        count * out_bytes,
+        count * in_bytes,
         scratch_bytes=scratch,
         spare_bytes=memory.costs.spare_bytes,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -253,15 +253,11 @@ class Lifetimes:
 
         return [one.number for one in sorted(self.passes[0], key=gain)] if self.passes else []
 
-    def saved_bytes(self, numbers: Iterable[int], samples: int) -> int:
-        """Size of these saved storages of one sub-batch."""
-        chosen = set(numbers)
-        return sum(one.plain.size.at(samples) for one in self.passes[0] if one.number in chosen)
-
-    def read_bytes(self, numbers: Iterable[int], samples: int) -> int:
-        """What of these comes back in one sub-batch: some come back twice."""
-        chosen = set(numbers)
-        return sum(one.plain.size.at(samples) * len(one.restored) for one in self.passes[0] if one.number in chosen)
+    def moved_bytes(self, plan: OffloadPlan) -> tuple[int, int]:
+        """Bytes that a plan moves to the host and back in one sub-batch: some come back twice."""
+        away = [one for one in self.passes[0] if one.number in plan.offload]
+        sizes = [one.plain.size.at(plan.sub_batch) for one in away]
+        return sum(sizes), sum(size * len(one.restored) for size, one in zip(sizes, away, strict=True))
 
     def _life(self, storage: TracedStorage, size: Size) -> Life:
         return Life(size, max(storage.born, 0), min(storage.dies, self.operations - 1))
@@ -390,7 +386,7 @@ def task_graph(small: StepProfile, large: StepProfile, *checks: StepProfile) -> 
         for profile in profiles:
             got = profile.trace.storages[index].nbytes
             # Rounding by the allocator moves a size by less than one of its steps.
-            if fixed < 0 or slope < 0 or abs(fixed + slope * profile.samples - got) > _tolerance(got):
+            if fixed < 0 or slope < 0 or abs(fixed + slope * profile.samples - got) > max(512.0, 1e-6 * got):
                 sizes = ", ".join(f"{p.trace.storages[index].nbytes} at {p.samples}" for p in profiles)
                 layer = first.trace.operations[low.born].layer if low.born >= 0 else "before the step"
                 raise ScheduleError(f"a storage made in {layer} does not grow by the sample: bytes {sizes}")
@@ -444,7 +440,3 @@ def _letter(kind: BlockKind) -> str:
         BlockKind.WEIGHT_GRADIENT: "dw",
         BlockKind.STATE: "s",
     }[kind]
-
-
-def _tolerance(nbytes: int) -> float:
-    return max(512.0, 1e-6 * nbytes)

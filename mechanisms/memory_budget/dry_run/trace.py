@@ -349,12 +349,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current_bytes -= storage.nbytes
 
     def _kind(self) -> BlockKind:
-        kinds = {
-            Phase.FORWARD: BlockKind.ACTIVATION,
-            Phase.BACKWARD: BlockKind.GRADIENT,
-            Phase.UPDATE: BlockKind.GRADIENT,  # temporaries: states are there before the step
-        }
-        return kinds[self.phase]
+        """In an update temporaries are made: states are there before the step."""
+        return BlockKind.ACTIVATION if self.phase is Phase.FORWARD else BlockKind.GRADIENT
 
     # ---- operations
 
