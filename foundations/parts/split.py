@@ -330,11 +330,6 @@ def sizes_of(batch: Any) -> tuple[int, ...]:
     return tuple(_bytes_of(tensor) for tensor in tensors_in(batch))
 
 
-def no_larger(sizes: Sequence[int], planned: Sequence[int]) -> bool:
-    """Whether a plan for batches of ``planned`` sizes holds: samples of graphs or packed tokens differ in size."""
-    return len(sizes) == len(planned) and all(one <= other for one, other in zip(sizes, planned, strict=True))
-
-
 def _bytes_of(tensor: Tensor) -> int:
     if tensor.layout == torch.sparse_coo:
         return sparse_values(tensor).nbytes + sparse_indices(tensor).nbytes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from retime.foundations.cpu_pool import FreedMemory
 from retime.foundations.measure import PeakWatch
 from retime.foundations.messages import show_bytes
-from retime.foundations.parts import Certificate, Split, key_of, name_of, no_larger, part_lengths, samples_in, sizes_of
+from retime.foundations.parts import Certificate, Split, key_of, name_of, part_lengths, samples_in, sizes_of
 from retime.foundations.preserve_state import CompiledCode
 from retime.foundations.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory_budget.dry_run import everything
@@ -123,8 +123,9 @@ class BatchRecord:
         return name_of(self.key)
 
     def fits(self, samples: int, sizes: tuple[int, ...]) -> bool:
-        """Whether it is no larger than a batch of so many samples and these sizes."""
-        return self.samples <= samples and no_larger(self.sizes, sizes)
+        """Whether it is no larger than a batch of so many samples and these sizes: those of graphs differ in size."""
+        alike = self.samples <= samples and len(self.sizes) == len(sizes)
+        return alike and all(one <= other for one, other in zip(self.sizes, sizes, strict=True))
 
 
 # The plans that batches run under, by what they were made for.
