@@ -36,11 +36,13 @@ from retime.schedules.budget import BudgetError, OffloadPlan
 # How far planning is: which stage of how many.
 
 PROBING = "finding out whether sub-batches give the same gradients"
+_LEAST = "measuring on a few samples what the step needs at least"
 _MEASURING = "measuring on a few samples how long the step and copies to the host take"
 _COUNTING = (
     "deterministic algorithms are on, so the plan is chosen by counted bytes and operations and not by measured times: "
     "every run chooses the same"
 )
+_SEARCHING = "searching among plans by dry runs"
 
 
 class PlanningStages:
@@ -55,34 +57,19 @@ class PlanningStages:
     """
 
     def __init__(self, say: Callable[[str], None], *, probed: bool, timed: bool) -> None:
-        self._say, self._timed = say, timed
+        self._say = say
         self._trial = 0
         self._number, self._last = 1, 4 + probed + (MOST_TRIALS if timed else 0)
 
-    def probe(self) -> None:
-        """Note that the gradient probe runs."""
-        self._begin(PROBING)
-
-    def least(self) -> None:
-        """Note that the least need is measured."""
-        self._begin("measuring on a few samples what the step needs at least")
-
-    def costs(self) -> None:
-        """Note that times and memory of a few samples are measured."""
-        self._begin(_MEASURING if self._timed else _COUNTING)
-
-    def search(self) -> None:
-        """Note that plans that fit are searched for."""
-        self._begin("searching among plans by dry runs")
-
-    def trial(self, plan: OffloadPlan) -> None:
-        """Note that the next plan is tried out."""
-        self._trial += 1
-        self._begin(f"trying plan {self._trial}: {plan}")
-
-    def _begin(self, text: str) -> None:
+    def begin(self, text: str) -> None:
+        """Tell what is done next."""
         self._number += 1
         self._say(f"{text} (stage {self._number} of at most {self._last})")
+
+    def trial(self, plan: OffloadPlan) -> None:
+        """Tell that the next plan is tried out."""
+        self._trial += 1
+        self.begin(f"trying plan {self._trial}: {plan}")
 
 
 _SPACIOUS = 3
@@ -173,7 +160,8 @@ class StepPlanner:
         stages = PlanningStages(self.options.say, probed=probes, timed=timed)
         certificate = None
         if self.options.sub_batches and samples > 1:
-            certificate = self.certify(step, batch, samples=probed, plain=plain, begin=stages.probe)
+            begin = partial(stages.begin, PROBING)
+            certificate = self.certify(step, batch, samples=probed, plain=plain, begin=begin)
         separable = certificate is not None and certificate.separable
         with preserve_state(self.model, step):
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
@@ -181,7 +169,7 @@ class StepPlanner:
             smallest = 3 if self.options.batchnorm == "ghost" else 1
             sizes = part_sizes(samples, smallest) if separable else (samples,)
             memory = StepMemory(dry, sizes, check=True, earlier=memory)
-            stages.least()
+            stages.begin(_LEAST)
             least = least_costs(dry, self.host, memory.sub_batches[0], plain)
             memory = memory.with_least(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
             try:
@@ -189,14 +177,14 @@ class StepPlanner:
             except BudgetError:
                 fewer = self._fewer(certificate)
                 raise memory.floor.refusal(self.budget_bytes, fewer) from None
-            stages.costs()
+            stages.begin(_MEASURING if timed else _COUNTING)
             costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
             memory = memory.with_costs(costs)
-            stages.search()
+            stages.begin(_SEARCHING)
             reported = self._told(trial, stages) if timed else None
             choice = search_plan(dry, self.budget_bytes, memory=memory, trial=reported)
         split = choice.plan.sub_batch < samples
-        return PlannedShape(samples, choice, certificate if split else None, memory.costs, _note(memory, trial.note))
+        return PlannedShape(samples, choice, certificate if split else None, _note(memory, trial.note))
 
     def of_saved(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
         """An earlier run's plan, if its step needs no more than it did then, and no more than the budget.
