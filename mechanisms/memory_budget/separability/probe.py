@@ -360,19 +360,13 @@ def fitted_error(probes: Sequence[Probe]) -> float:
     for probe in probes:
         for case in probe.cases:
             shapes = {name: gradient for run in (probe.full, *case.runs) for name, gradient in run.gradients.items()}
-            names = sorted(shapes)
-            columns = [
-                torch.cat(
-                    [
-                        torch.zeros(0, dtype=torch.float64),
-                        *(run.gradients.get(name, torch.zeros_like(shapes[name])) for name in names),
-                    ]
-                )
-                for run in (probe.full, *case.runs)
-            ]
-            target, matrix = columns[0], torch.stack(columns[1:], 1)
-            if not columns[0].numel():
+            if not shapes:
                 return math.inf
+            target, *columns = (
+                torch.cat([run.gradients.get(name, torch.zeros_like(shapes[name])) for name in sorted(shapes)])
+                for run in (probe.full, *case.runs)
+            )
+            matrix = torch.stack(columns, 1)
             if not (torch.isfinite(matrix).all() and torch.isfinite(target).all()) or not target.norm():
                 return math.inf
             weights = torch.linalg.lstsq(matrix, target[:, None]).solution
