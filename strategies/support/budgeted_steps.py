@@ -99,15 +99,15 @@ class WholeBatchResults:
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._whole: dict[str, Any] | None = None
         self._result: ClosureResult | None = None
-        taken, note_result = self._take, self._made
+        results = self
 
         class Result(ClosureResult):
             def __post_init__(self) -> None:
                 super().__post_init__()
-                note_result(self)
+                results._result = self
 
             def asdict(self) -> dict[str, Any]:
-                whole = taken()
+                whole, results._whole = results._whole, None
                 return super().asdict() if whole is None else whole
 
         self._loop.output_result_cls = _Results(Result)  # type: ignore[assignment]
@@ -123,13 +123,6 @@ class WholeBatchResults:
 
     def remove(self) -> None:
         self._loop.__dict__.pop("output_result_cls", None)
-
-    def _made(self, result: ClosureResult) -> None:
-        self._result = result
-
-    def _take(self) -> dict[str, Any] | None:
-        whole, self._whole = self._whole, None
-        return whole
 
 
 class _Results:
