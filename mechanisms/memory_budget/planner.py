@@ -181,8 +181,12 @@ class StepPlanner:
             costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
             memory = memory.with_costs(costs)
             stages.begin(_SEARCHING)
-            reported = self._told(trial, stages) if timed else None
-            choice = search_plan(dry, self.budget_bytes, memory=memory, trial=reported)
+
+            def tried_ms(choice: PlanChoice) -> float | None:
+                stages.trial(choice.plan)
+                return trial.step_ms(choice)
+
+            choice = search_plan(dry, self.budget_bytes, memory=memory, trial=tried_ms if timed else None)
         split = choice.plan.sub_batch < samples
         return PlannedShape(samples, choice, certificate if split else None, _note(memory, trial.note))
 
@@ -286,13 +290,6 @@ class StepPlanner:
         each = max(1, (plain.peak_bytes - plain.resident_bytes) // samples)
         room = self.budget_bytes - plain.resident_bytes
         return max(_PROBED[0], min(_PROBED[1], room // each))
-
-    def _told(self, trial: PlanTrial, stages: PlanningStages) -> Callable[[PlanChoice], float | None]:
-        def step_ms(choice: PlanChoice) -> float | None:
-            stages.trial(choice.plan)
-            return trial.step_ms(choice)
-
-        return step_ms
 
     def _fewer(self, certificate: Certificate | None) -> str:
         """What keeps fewer samples than a batch has from running at once, and what can be done; empty if nothing."""

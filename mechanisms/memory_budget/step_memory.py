@@ -195,14 +195,15 @@ class StepMemory:
     def plain(self) -> StepProfile | None:
         """The whole batch with nothing offloaded; None where the step cannot be run dry."""
         try:
-            profile = self._whole_batch()
+            if self._profile is None:
+                self._profile = self._hooked_or_not(lambda: self._dry.run(OffloadPlan(self.step.samples)))
         except Exception as error:  # whatever the user's code says to tensors without values
             self._add_note(f"{error}: predicted from real runs of a few samples")
             return None
-        if self._check and not self._dry_is_real(in_place=not profile.trace.writes_parameters):
+        if self._check and not self._dry_is_real(in_place=not self._profile.trace.writes_parameters):
             self._add_note("a real run saves other storages than a dry one: predicted from real runs of a few samples")
             return None
-        return profile
+        return self._profile
 
     def _dry_is_real(self, in_place: bool) -> bool:
         few = self.sub_batches[0] if len(self.sub_batches) > 1 else min(_FEW, self.step.samples)
@@ -321,11 +322,6 @@ class StepMemory:
         if self._dry_run is None:
             self._dry_run = DryRun(self.step, host=self._host)
         return self._dry_run
-
-    def _whole_batch(self) -> StepProfile:
-        if self._profile is None:
-            self._profile = self._hooked_or_not(lambda: self._dry.run(OffloadPlan(self.step.samples)))
-        return self._profile
 
     @cached_property
     def update_bytes(self) -> int:
