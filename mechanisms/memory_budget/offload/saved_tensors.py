@@ -275,7 +275,7 @@ class OffloadedStorage:
         self._offload = offload
         self._source = weakref.ref(source)
         self._stays: torch.UntypedStorage | None = None
-        self._restored: Callable[[], torch.UntypedStorage | None] = _nothing
+        self._restored: weakref.ref[torch.UntypedStorage] | None = None
 
     def inherit(self, storage: torch.UntypedStorage) -> None:
         """Nobody else holds the storage: from now on it stays as it is."""
@@ -288,7 +288,7 @@ class OffloadedStorage:
 
     def present(self) -> torch.UntypedStorage | None:
         """The data on the device, if it is there or on its way."""
-        return self._source() or self.retained or self._restored()
+        return self._source() or self.retained or (None if self._restored is None else self._restored())
 
     def fetch(self) -> torch.UntypedStorage:
         """Start to bring the data back into a new storage, and hold that.
@@ -331,10 +331,6 @@ class OffloadedTensor:
         self.storage = storage
         self.window = Window.of(tensor)
         self.version = VersionCheck(tensor)
-
-
-def _nothing() -> None:
-    return None
 
 
 # Brings offloaded storages back for backward passes, some of them ahead of their use.
