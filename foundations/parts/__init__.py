@@ -36,7 +36,6 @@ from retime.foundations.parts.split import (
 from retime.foundations.parts.weights import (
     COMPARED,
     Certificate,
-    Count,
     Example,
     NotSeparableError,
     Weighting,
@@ -49,7 +48,6 @@ __all__ = [
     "BatchNormChoice",
     "COMPARED",
     "Certificate",
-    "Count",
     "Example",
     "Head",
     "NotSeparableError",

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.messages import show_bytes
-from retime.foundations.parts import BatchNormChoice, Split, loss_of, samples_in, split_batch
+from retime.foundations.parts import BatchNormChoice, Split, loss_of, samples_in
+from retime.foundations.parts import split_batch as cut
 from retime.foundations.patching import replaced_attributes
 from retime.mechanisms.memory_budget import (
     AnotherPath,
@@ -176,8 +177,10 @@ class Budgeted(LightningOnly, Strategy):
             "on_shape_change": on_shape_change,
             "dry_run": dry_run,
             "plan": plan,
+            "loss_weight": loss_weight,
         }
-        self._split, self._loss_weight = split_batch, loss_weight
+        self.split: Split = split_batch or cut
+        """How batches are cut."""
         self._step: BudgetedStep | None = None
         self._log: PartLog | None = None
         self._results: WholeBatchResults | None = None
@@ -215,7 +218,6 @@ class Budgeted(LightningOnly, Strategy):
         self._step = self._make_step(
             module,
             split=self.split,
-            loss_weight=self._loss_weight,
             gradients=gradients_in(trainer),
             say=lambda text: rank_zero_info(f"retime: {text}"),
             **self._options,
@@ -364,11 +366,6 @@ class Budgeted(LightningOnly, Strategy):
             raise ValueError(f"save_plan({str(path)!r}): nothing is planned before the first batch of a fit")
         if self.is_global_zero:
             write_plans(path, plans)
-
-    @property
-    def split(self) -> Split:
-        """How batches are cut."""
-        return self._split or split_batch
 
     def planned(self, batch: Any) -> PlannedShape | None:
         """What was decided for batches like this one; None before that, and after the fit."""
