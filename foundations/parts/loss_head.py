@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from dis import opmap
@@ -400,21 +400,11 @@ class _Calls(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A step on some samples.
-
-    Attributes:
-        reads: how often it read samples' values.
-        chosen: how often it chose by them, outside of layers.
-        operation_of: what gave a tensor.
-        values: all that it read.
-    """
+    """A step on some samples: what it gave, and who noted its operations."""
 
     samples: int
     output: Any
-    reads: int
-    chosen: int
-    operation_of: Callable[[Tensor], Operation]
-    values: Sequence[Any] = ()
+    recorder: Recorder
 
 
 def record(
@@ -443,7 +433,7 @@ def record(
     with torch.enable_grad(), hooks, recorder, _Calls(recorder):
         output = step(batch)
     count = samples_in(batch) if samples is None else samples
-    return RecordedRun(count, output, recorder.reads, recorder.chosen, recorder.operation_of, recorder.values)
+    return RecordedRun(count, output, recorder)
 
 
 def _nothing(_: Any) -> Any:
@@ -466,8 +456,9 @@ def record_altered(
         looks, kind, samples: as in :func:`record`.
     """
     further: dict[str, Any] = {"looks": looks, "kind": kind, "samples": samples}
-    alone = [[number] for number in range(min(run.reads, _ALTERED_ALONE))]
-    for which in [*alone, range(run.reads)] if run.reads else ():
+    reads = run.recorder.reads
+    alone = [[number] for number in range(min(reads, _ALTERED_ALONE))]
+    for which in [*alone, range(reads)] if reads else ():
         could, refused = False, False
         for how in (*ALTERATIONS, "zero"):
             altered = PerturbedReads(set(which), max(which), how)
@@ -480,7 +471,7 @@ def record_altered(
             yield other
         if not could and not refused:
             yield None
-    if run.chosen:
+    if run.recorder.chosen:
         altered = PerturbedReads((), sys.maxsize, "other")
         try:
             yield record(step, batch, altered=altered, more=True, **further)
@@ -553,10 +544,11 @@ def head_of(
         NotUnderstoodError: it is neither a mean nor a sum over samples or labels.
     """
     judge = _Judge(large[0].samples, small[0].samples, values)
+    of_large, of_small = large[0].recorder.operation_of, small[0].recorder.operation_of
     if loss is not None:
-        judge.loss = large[0].operation_of(loss[0]), small[0].operation_of(loss[1])
+        judge.loss = of_large(loss[0]), of_small(loss[1])
     try:
-        judge.follow(large[0].operation_of(large[1]), small[0].operation_of(small[1]), 1.0)
+        judge.follow(of_large(large[1]), of_small(small[1]), 1.0)
     except ZeroDivisionError as error:
         raise NotUnderstoodError("it is a mean over nothing for some samples") from error
     return judge.head()

@@ -461,7 +461,7 @@ class _Examiner:
         try:
             kind = partial(_ZeroWeights, self._zeros, False)
             large = record(prober.recorded, batch, kind=kind, samples=counts[0])
-            reads = tuple(one if isinstance(one, bool | int | float) else None for one in large.values)
+            reads = tuple(one if isinstance(one, bool | int | float) else None for one in large.recorder.values)
             small = record(prober.recorded, fewer, kind=Recorder, samples=counts[1])
             self._heads = dict(_heads_of_scalars(large, small))
             altered = record_altered(prober.recorded, batch, large, **further)
