@@ -198,28 +198,6 @@ def _edited(what: str, version: int, expected: int) -> RuntimeError:
     )
 
 
-class VersionCheck:
-    """Remembers a tensor's version, and keeps its counter but not its storage."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._saved_at = version_of(tensor)
-        self._what = f"{tensor.type()} {list(tensor.shape)}" if not isinstance(tensor, FakeTensor) else ""
-        self._counter: Tensor | None = None
-        if self._what:
-            counter = tensor.detach()  # shares the counter
-            counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # keeps it, and lets the storage go
-            self._counter = counter
-
-    def check(self) -> None:
-        """Raise as autograd does when the tensor was edited in place after it was saved.
-
-        Raises:
-            RuntimeError: it was.
-        """
-        if self._counter is not None and version_of(self._counter) != self._saved_at:
-            raise _edited(self._what, version_of(self._counter), self._saved_at)
-
-
 class ResidentTensor:
     """A saved tensor that stays where it is."""
 
@@ -323,14 +301,29 @@ class OffloadedStorage:
 
 
 class OffloadedTensor:
-    """A saved tensor whose storage goes to the host."""
+    """A saved tensor whose storage goes to the host: it keeps the counter of the tensor's versions, not its storage."""
 
-    __slots__ = ("storage", "version", "window")
+    __slots__ = ("_counter", "_version", "_what", "storage", "window")
 
     def __init__(self, storage: OffloadedStorage, tensor: Tensor) -> None:
         self.storage = storage
         self.window = Window.of(tensor)
-        self.version = VersionCheck(tensor)
+        self._version = version_of(tensor)
+        self._what = f"{tensor.type()} {list(tensor.shape)}" if not isinstance(tensor, FakeTensor) else ""
+        self._counter: Tensor | None = None
+        if self._what:
+            counter = tensor.detach()  # shares the counter
+            counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # keeps it, and lets the storage go
+            self._counter = counter
+
+    def check(self) -> None:
+        """Raise as autograd does when the tensor was edited in place after it was saved.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        if self._counter is not None and version_of(self._counter) != self._version:
+            raise _edited(self._what, version_of(self._counter), self._version)
 
 
 # Brings offloaded storages back for backward passes, some of them ahead of their use.
@@ -632,7 +625,7 @@ class ForwardPass:
         with working, self._lock, self._quiet():
             if interruptions:
                 raise_interruption()
-            packed.version.check()
+            packed.check()
             record = packed.storage
             backward = graph_task_id()
             storage = self._restores.storage(record, backward)
