@@ -505,20 +505,19 @@ def _concluded(
     worst = max(verdicts, key=lambda verdict: verdict.error)
     changed = sorted({name for probe in probes for name in probe.changed_differently(worst.tolerance)})
     if changed:
-        layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in changed))
         reason = (
             f"each forward pass changes {_some(changed)}, so sub-batches would change it several times; offload only"
         )
-        return Certificate(None, reason, layers, worst.error, worst.tolerance, samples)
-    if unknown:
+    elif unknown:
         reason = f"how losses of sub-batches add up cannot be told from the loss: {unknown}. {_WHAT_TO_DO}"
-        return Certificate(None, reason, worst.layers, worst.error, worst.tolerance, samples)
-    if all(verdict.fits for verdict in verdicts):
+    elif all(verdict.fits for verdict in verdicts):
         weighting, *others = candidates
         certificate = Certificate(weighting, "", (), worst.error, worst.tolerance, samples, tuple(others))
         return _with_outputs(certificate, weighting, probes, heads)
-    reason = _why_not(probes, worst, given, samples)
-    return Certificate(None, reason, worst.layers, worst.error, worst.tolerance, samples)
+    else:
+        reason = _why_not(probes, worst, given, samples)
+    layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in changed)) or worst.layers
+    return Certificate(None, reason, layers, worst.error, worst.tolerance, samples)
 
 
 def _with_outputs(
