@@ -61,12 +61,7 @@ def ghost_momentum(model: nn.Module, parts: int) -> Iterator[None]:
     ``1 - (1 - m) ** (1 / parts)`` in each of ``parts`` passes, the share is m again; the later sub-batches weigh a
     little more than the first. Cumulative averages (``momentum=None``) weigh all passes alike and are left as they are.
     Running variances come from the variances inside sub-batches, which leave out how their means differ.
-
-    Raises:
-        ValueError: ``parts`` is below 1.
     """
-    if parts < 1:
-        raise ValueError(f"parts={parts} must be 1 or more")
     layers = [module for module in model.modules() if isinstance(module, BatchNormBase) and _is_live(module)]
     momenta = [layer.momentum for layer in layers]
     try:
