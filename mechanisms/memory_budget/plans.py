@@ -98,24 +98,17 @@ def _watched_process() -> PeakWatch | None:
 Key = tuple[Any, ...]
 
 
-@dataclass(frozen=True, eq=False)
 class BatchRecord:
-    """A batch, with what decides which plan it runs under.
+    """A batch that comes now, with what decides which plan it runs under.
 
     Attributes:
         key: everything of its shape but how many samples it has, and the model as it is.
         sizes: bytes of each of its tensors.
     """
 
-    batch: Any
-    key: Key
-    samples: int
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, batch: Any, model: nn.Module, gradients: str, split: Split) -> BatchRecord:
-        """The record of a batch that comes now."""
-        return cls(batch, key_of(batch, model, gradients), samples_in(batch, split), sizes_of(batch))
+    def __init__(self, batch: Any, model: nn.Module, gradients: str, split: Split) -> None:
+        self.batch, self.key = batch, key_of(batch, model, gradients)
+        self.samples, self.sizes = samples_in(batch, split), sizes_of(batch)
 
     @property
     def name(self) -> str:

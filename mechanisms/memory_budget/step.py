@@ -310,4 +310,4 @@ class BudgetedStep:
         self.host.close()
 
     def _record(self, batch: Any) -> BatchRecord:
-        return BatchRecord.of(batch, self.model, self.gradients, self._options.split)
+        return BatchRecord(batch, self.model, self.gradients, self._options.split)
