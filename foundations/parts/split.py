@@ -238,12 +238,8 @@ def _check_opaque(leaf: Any, path: str) -> None:
     """An object whose tensors we cannot see would go to every part whole."""
     if isinstance(leaf, PackedSequence):
         raise ValueError(f"{path} is a PackedSequence, whose first dimension runs over samples and time: {_HOOK}")
-    if _hides_tensors(leaf):
+    if _holds_tensors(attributes_of(leaf), 0):
         raise ValueError(f"{path} is a {type(leaf).__name__}, which holds tensors that cannot be cut: {_HOOK}")
-
-
-def _hides_tensors(leaf: Any) -> bool:
-    return isinstance(leaf, PackedSequence) or _holds_tensors(attributes_of(leaf), 0)
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:

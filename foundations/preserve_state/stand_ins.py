@@ -96,7 +96,7 @@ class Replacement:
     def at(self, place: Any) -> Any:
         """What stands in for a tensor that modules hold, or for a tuple or a partial with some."""
         stand_in = self._known.get(id(place))  # this is done before every run that is timed
-        return replaced(place, self._of_held) if stand_in is None else stand_in
+        return stand_in if stand_in is not None else replaced(place, lambda tensor: self._of(tensor, self._held))
 
     def tree(self, tree: Any) -> Any:
         """A state with all its tensors replaced."""
@@ -128,9 +128,6 @@ class Replacement:
         for tensor in self.stand_ins:
             if _is_trained(tensor):
                 tensor.grad = None
-
-    def _of_held(self, tensor: Tensor) -> Tensor:
-        return self._of(tensor, self._held)
 
     def _of(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         if id(tensor) not in self._known:
