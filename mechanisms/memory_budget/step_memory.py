@@ -10,7 +10,7 @@ from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 from retime.foundations.cpu_pool import POOLED_BYTES
-from retime.foundations.parts import part_lengths, sizes_of
+from retime.foundations.parts import sizes_of
 from retime.foundations.storages import has_storage, tensors_in
 from retime.foundations.torch_private.tensors import storage_address
 from retime.mechanisms.memory_budget.costs import StepCosts, fewest_samples
@@ -239,9 +239,9 @@ class StepMemory:
             operations: what these allocate for themselves; by default as in :attr:`costs`.
         """
         operations = self.costs.operations if operations is None else operations
-        lives = self.lifetimes(plan.sub_batch)
-        first, *others = part_lengths(self.step.samples, -(-self.step.samples // plan.sub_batch))
-        second = others[0] if others and first == plan.sub_batch else None
+        lives, count = self.lifetimes(plan.sub_batch), -(-self.step.samples // plan.sub_batch)
+        size, larger = divmod(self.step.samples, count)  # parts are as large, and some of them one larger
+        second = size + (larger > 1) if count > 1 and size + (larger > 0) == plan.sub_batch else None
         return max(self.update_bytes, lives.peak_bytes(plan, in_flight_bytes, operations, second))
 
     def exact_bytes(

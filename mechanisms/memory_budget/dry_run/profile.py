@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 
 from retime.mechanisms.memory_budget.dry_run.trace import FOREVER, Operation, Trace, TracedStorage
 from retime.schedules.budget import STAYS, Block, BlockKind, GraphTask, OffloadPlan, Phase, TaskGraph
@@ -214,6 +215,8 @@ class Lifetimes:
         }
         self.second = plain.trace.starts[1] if len(plain.trace.starts) > 1 else self.operations
         self._still: dict[tuple[int, int], list[int]] = {}
+        self._scratch: Mapping[tuple[Phase, str, str], Size] = {}
+        self._own: dict[tuple[int, int], list[int]] = {}
         self.passes = [self._saved(index, plain, away, by_number) for index in range(len(plain.trace.saves))]
 
     def peak_bytes(
@@ -237,12 +240,8 @@ class Lifetimes:
                 self._add(steps, life, sizes)
         if not scratch:
             return max(accumulate(steps))
-        extra = [{kind: size.at(samples) for kind, size in scratch.items()} for samples in sizes]
         # No operation is at the last entry, after the end of the step.
-        return max(
-            nbytes + extra[at >= self.second].get(kind, 0)
-            for at, (nbytes, kind) in enumerate(zip(accumulate(steps), self.kinds, strict=False))
-        )
+        return max(map(add, accumulate(steps), self._own_bytes(scratch, sizes)))
 
     def order(self, samples: int) -> list[int]:
         """Numbers of saved storages, those first that free most bytes for the longest time."""
@@ -290,6 +289,15 @@ class Lifetimes:
             for life in (*self.unsaved, *(one.plain for saved in self.passes for one in saved)):
                 self._add(steps, life, sizes)
         return steps
+
+    def _own_bytes(self, scratch: Mapping[tuple[Phase, str, str], Size], sizes: tuple[int, int]) -> list[int]:
+        """Return what each operation allocates for itself; many plans are asked about with the same ``scratch``."""
+        if self._scratch is not scratch:
+            self._scratch, self._own = scratch, {}
+        if sizes not in self._own:
+            extra = [{kind: size.at(samples) for kind, size in scratch.items()} for samples in sizes]
+            self._own[sizes] = [extra[at >= self.second].get(kind, 0) for at, kind in enumerate(self.kinds)]
+        return self._own[sizes]
 
     def _add(self, steps: list[int], life: Life, sizes: tuple[int, int], sign: int = 1) -> None:
         if life.dies >= life.born:
