@@ -375,7 +375,9 @@ class _Watch(ObserverMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, OpOverload) or func is torch.ops.aten.detach.default:
             return func(*args, **kwargs)
         declared = _declared(func)
-        named = [*zip(declared, args, strict=False), *((one, kwargs.get(one[0])) for one in declared[len(args) :])]
+        named = [*zip(declared, args, strict=False)]
+        if kwargs:
+            named += [(one, kwargs[one[0]]) for one in declared[len(args) :] if one[0] in kwargs]
         used = [(leaf, written) for (_, written), value in named for leaf in _leaves(value, _USED)]
         for leaf, written in used:
             if type(leaf) is not FakeTensor:
