@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from dis import opmap
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +81,6 @@ _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 # Other values for those that a step reads, or that modules give: what is true of a step is true with them too.
 
 Alteration = Literal["other", "low", "high", "zero"]
-ALTERATIONS: tuple[Alteration, ...] = ("other", "low", "high")
 _FAR = 1e9
 _SHORTCUTS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 """Modules that read whether a mask masks anything, and leave it out where it does not: that changes no result."""
@@ -295,19 +294,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = schema_of(func)
+        kwargs, schema = kwargs or {}, schema_of(func)
         name = schema.name.removeprefix("aten::")
         if name in READS:
-            return self.read(self.run(func, args, kwargs or {}), next((a for a in args if isinstance(a, Tensor)), None))
+            return self.read(self.run(func, args, kwargs), next((a for a in args if isinstance(a, Tensor)), None))
         names = [argument.name for argument in schema.arguments]
-        before = {key: self._noted(value) for key, value in zip(names, args, strict=False)}
-        before |= {key: self._noted(value) for key, value in (kwargs or {}).items()}
+        before = {key: self._noted(value) for key, value in (*zip(names, args, strict=False), *kwargs.items())}
         random = torch.Tag.nondeterministic_seeded in func.tags
         selects = name != "_ctc_loss" and torch.Tag.dynamic_output_shape in func.tags
         if name in ("index", "index_put", "index_put_") and args[1]:
             by_mask = any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
             selects, before["by_mask"] = by_mask and name == "index", by_mask
-        result = self.run(func, args, kwargs or {})
+        result = self.run(func, args, kwargs)
         if name == "bincount" and len(result) <= before.get("minlength", 0):
             selects = False  # as many bins as were asked for
         if selects and not self.inside:
@@ -316,7 +314,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation.varies = any(one.varies for one in operation.operands())
         written = [
             value
-            for value, argument in zip([*args, *(kwargs or {}).values()], schema.arguments, strict=False)
+            for value, argument in zip([*args, *kwargs.values()], schema.arguments, strict=False)
             if schema.is_mutable
             and isinstance(value, Tensor)
             and argument.alias_info is not None
@@ -460,7 +458,7 @@ def record_altered(
     alone = [[number] for number in range(min(reads, _ALTERED_ALONE))]
     for which in [*alone, range(reads)] if reads else ():
         could, refused = False, False
-        for how in (*ALTERATIONS, "zero"):
+        for how in get_args(Alteration):
             altered = PerturbedReads(set(which), max(which), how)
             try:
                 other = record(step, batch, altered=altered, **further)

@@ -386,13 +386,14 @@ class StepMemory:
     @_once
     def _real(self, sub_batch: int, samples: int) -> tuple[StepProfile, StepProfile]:
         """Plain, and with everything offloaded, on copies of the model and the first ``samples``."""
-        return self._hooked_or_not(lambda: self._two_real(sub_batch, samples))
 
-    def _two_real(self, sub_batch: int, samples: int) -> tuple[StepProfile, StepProfile]:
-        run = DryRun(self.step.of_size(samples), real=True, host=self._host)
-        self._not_run_really += run.not_run
-        plain = run.run(OffloadPlan(sub_batch), update=False)
-        return plain, run.run(everything(sub_batch), compare=False, update=False)
+        def both() -> tuple[StepProfile, StepProfile]:
+            run = DryRun(self.step.of_size(samples), real=True, host=self._host)
+            self._not_run_really += run.not_run
+            plain = run.run(OffloadPlan(sub_batch), update=False)
+            return plain, run.run(everything(sub_batch), compare=False, update=False)
+
+        return self._hooked_or_not(both)
 
     def _hooked_or_not(self, run: Callable[[], _Result]) -> _Result:
         """What a run finds; one without hooks, from now on, where the step refuses them."""

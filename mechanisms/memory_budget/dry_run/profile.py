@@ -362,6 +362,10 @@ def _released(leaving: list[SavedLife], samples: int, limit: int) -> dict[int, i
 # The task and data flow graph of a profiled step (moDNN, section 3.2), with sizes as functions of the batch size.
 
 
+_LETTERS = dict(zip(BlockKind, ("x", "a", "g", "w", "dw", "s"), strict=True))
+"""Of inputs, activations, gradients, weights, their gradients and states, as blocks are named."""
+
+
 def task_graph(small: StepProfile, large: StepProfile, *checks: StepProfile) -> TaskGraph:
     """One task an operation, one block a storage; each size is fixed bytes and bytes a sample.
 
@@ -398,7 +402,7 @@ def task_graph(small: StepProfile, large: StepProfile, *checks: StepProfile) -> 
                 sizes = ", ".join(f"{p.trace.storages[index].nbytes} at {p.samples}" for p in profiles)
                 layer = first.trace.operations[low.born].layer if low.born >= 0 else "before the step"
                 raise ScheduleError(f"a storage made in {layer} does not grow by the sample: bytes {sizes}")
-        name = f"{_letter(_kind(low))}{index}"
+        name = f"{_LETTERS[_kind(low)]}{index}"
         names.append(name)
         blocks[name] = Block(name, _kind(low), fixed, slope)
     tasks = [
@@ -437,14 +441,3 @@ def _kind(storage: TracedStorage) -> BlockKind:
     if storage.kind in STAYS and storage.born >= 0 and storage.dies != FOREVER:
         return BlockKind.GRADIENT  # came and went: it only passed through
     return storage.kind
-
-
-def _letter(kind: BlockKind) -> str:
-    return {
-        BlockKind.INPUT: "x",
-        BlockKind.ACTIVATION: "a",
-        BlockKind.GRADIENT: "g",
-        BlockKind.WEIGHT: "w",
-        BlockKind.WEIGHT_GRADIENT: "dw",
-        BlockKind.STATE: "s",
-    }[kind]

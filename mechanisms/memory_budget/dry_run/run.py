@@ -363,8 +363,7 @@ class DryRun:
         tracer.trace.parameters = len(tracer.trace.storages)
         tracer.add(list(module.buffers()), BlockKind.WEIGHT)
         tracer.add(self._batch, BlockKind.INPUT)
-        for states in self._optimizers.states:
-            tracer.add(states, BlockKind.STATE)
+        tracer.add(self._optimizers.states, BlockKind.STATE)
         buckets: list[Any] = []
         if self.step.buckets == "beside" or (self.step.buckets and parts):
             buckets = [torch.empty_like(parameter, device="meta") for parameter in self._optimizers.trained]
