@@ -231,13 +231,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values: list[Any] = []
         self.chosen, self.more = 0, more
         self._results: dict[int, dict[Any, Operation]] = {}  # by storage and by how the tensor looks at it
-        self._changed: dict[
-            int, list[Operation]
-        ] = {}  # storages that were written through a window; all that is in them
+        self._changed: dict[int, list[Operation]] = {}  # by storage that was written through a window: all in it
         self._held: list[Any] = []  # so that no other storage gets the same number
         named, samples = tensors_of(batch), 0 if all_vary else samples_in(batch)
         for place, tensor in named.items():
-            one = Operation("batch", {}, tuple(tensor.shape), all_vary or _has_samples(tensor, samples), place=place)
+            varies = all_vary or (tensor.dim() > 0 and tensor.shape[0] == samples)
+            one = Operation("batch", {}, tuple(tensor.shape), varies, place=place)
             one.floating, one.truth = tensor.is_floating_point(), tensor.dtype == torch.bool
             self._put(tensor, one)
         places = {id(tensor) for tensor in named.values()}
@@ -1067,10 +1066,6 @@ def _cut(operation: Operation) -> tuple[int, ...] | None:
     start, stop, step = given.get("start") or 0, given.get("end"), given.get("step", 1)
     stop = sys.maxsize if stop is None or stop >= before.shape[dimension] else stop
     return (dimension, start, stop, step) if stop < 0 or stop == sys.maxsize else None
-
-
-def _has_samples(tensor: Tensor, samples: int) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == samples
 
 
 def _has_memory(tensor: Tensor) -> bool:
