@@ -293,6 +293,8 @@ class SavedState:
         tensors: these are copied, and get their values back, too. Where there are none, the run is to be on stand-ins,
             or must replace a tensor in an attribute (a metric's state) and not write into it.
 
+    It is a context manager too, around one run or one after the other, each of which begins with what was saved.
+
     Attributes:
         reachable: where the model's tensors are.
         names: that the step binds.
@@ -312,6 +314,12 @@ class SavedState:
             if not tensor.is_inference()  # those cannot be written into
         ]
 
+    def __enter__(self) -> None:
+        """Nothing: it was saved when this was made."""
+
+    def __exit__(self, *failure: object) -> None:
+        self.put_back()
+
     def put_back(self) -> None:
         """All is as it was when this was made; what has not changed is not touched."""
         set_random_state(self._random)
@@ -326,16 +334,11 @@ class SavedState:
                     tensor.copy_(value)
 
 
-@contextmanager
 def preserve_state(
     model: nn.Module, step: Callable[[Any], Any] | None = None, *, tensors: Iterable[Tensor] = ()
-) -> Iterator[None]:
-    """Save the state, with the arguments of :class:`SavedState`, and put it back at the end."""
-    saved = SavedState(model, step, tensors=tensors)
-    try:
-        yield
-    finally:
-        saved.put_back()
+) -> SavedState:
+    """Save the state, with the arguments of :class:`SavedState`, and put it back at the end of a context."""
+    return SavedState(model, step, tensors=tensors)
 
 
 def reachable_tensors(model: nn.Module, batch: Any, *, parameters: bool = True) -> list[Tensor]:

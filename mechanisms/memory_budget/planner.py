@@ -147,8 +147,8 @@ class StepPlanner:
         Raises:
             BudgetError: the budget is below the floor.
         """
-        dry = self._dry(step, batch, samples)
-        with preserve_state(self.model, step):
+        dry, saved = self._dry(step, batch, samples), preserve_state(self.model, step)
+        with saved:
             memory = StepMemory(dry, (samples,))
             plain = memory.plain
             if plain is not None and _SPACIOUS * plain.peak_bytes <= self.budget_bytes:
@@ -163,7 +163,7 @@ class StepPlanner:
             begin = partial(stages.begin, PROBING)
             certificate = self.certify(step, batch, samples=probed, plain=plain, begin=begin)
         separable = certificate is not None and certificate.separable
-        with preserve_state(self.model, step):
+        with saved:
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
             # with ghost statistics 3: then equal parts have 2, and with them a variance
             smallest = 3 if self.options.batchnorm == "ghost" else 1

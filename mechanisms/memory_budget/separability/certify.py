@@ -203,9 +203,9 @@ def _dry_runs(
     parts = [(replacement.batch(batch), samples) for batch, samples in batches]
     kind, runs = partial(_WithoutValues, reads), []
     with mode.open(), stand_ins(model, replacement), torch.random.fork_rng(devices=[]):
-        outside = ExternalTensors(replacement.stand_ins)
+        outside, saved = ExternalTensors(replacement.stand_ins), preserve_state(model, step)
         for part, samples in parts:
-            with preserve_state(model, step), mode, outside.put_back_after():
+            with saved, mode, outside.put_back_after():
                 fix_statistics(model, ghosts)
                 runs.append(record(lambda one: loss_of(step(one)).detach(), part, kind=kind, samples=samples))
     return runs
