@@ -275,6 +275,9 @@ class DryRun:
         host: where real runs offload to; by default plain CPU memory.
         in_place: real runs read the model's own parameters instead of copies. For steps that do not write into them.
         own_batch: real runs get a copy of the batch. False for steps that do not write into it.
+
+    Attributes:
+        not_run: see :class:`StandInOptimizers`.
     """
 
     def __init__(
@@ -297,14 +300,10 @@ class DryRun:
         self._batch = self._replacement.batch(step.batch) if own_batch or not real else step.batch
         with self._staged():
             self._optimizers = StandInOptimizers(step, self._replacement)
+            self.not_run = self._optimizers.not_run
             self._outside, self._watched = ExternalTensors(self._replacement.stand_ins), False
             with self._mode or nullcontext(), self._outside.put_back_after():
                 self._optimizers.complete(self._reached)
-
-    @property
-    def not_run(self) -> list[str]:
-        """Classes of optimizers that cannot be run by themselves, so that their states are not known."""
-        return self._optimizers.not_run
 
     def run(
         self,

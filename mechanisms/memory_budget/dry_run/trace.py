@@ -91,6 +91,9 @@ class RunningLayer:
 
     Args:
         module: whose layers; its hooks are taken off by :meth:`watch`'s end.
+
+    Attributes:
+        phase: which part of the step runs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -100,11 +103,7 @@ class RunningLayer:
         self._stack: list[str] = []
         self._marks: tuple[list[int], list[str]] = ([], [])  # sequence numbers at which the layer changed, and to what
         self._last_backward_layer = self._root
-        self._phase = Phase.FORWARD
-
-    def begin(self, phase: Phase) -> None:
-        """This part of the step runs from now on."""
-        self._phase = phase
+        self.phase = Phase.FORWARD
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -131,14 +130,14 @@ class RunningLayer:
 
     def _mark(self) -> None:
         """Nodes of the graph are numbered as they are made: remember from which number on this layer makes them."""
-        if self._phase is Phase.FORWARD:
+        if self.phase is Phase.FORWARD:
             numbers, layers = self._marks
             numbers.append(next_sequence_number())
             layers.append(self._stack[-1] if self._stack else self._root)
 
     def name(self) -> str:
         """The name of the layer that runs, or whose backward pass does."""
-        if self._stack or self._phase is not Phase.BACKWARD:
+        if self._stack or self.phase is not Phase.BACKWARD:
             return self._stack[-1] if self._stack else self._root
         node = current_node()
         numbers, layers = self._marks
@@ -268,7 +267,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._meter = meter
         self.trace = Trace()
-        self.phase = Phase.FORWARD
         self.current_bytes = 0
         self.layers = RunningLayer(module)
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -278,8 +276,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self, phase: Phase) -> None:
         """This part of the step runs from now on."""
-        self.phase = phase
-        self.layers.begin(phase)
+        self.layers.phase = phase
 
     # ---- storages
 
@@ -329,7 +326,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         entry = index, weakref.ref(storage, partial(self._gone, storage_address(storage), index))
         self._live[storage_address(storage)] = entry
         self.current_bytes += nbytes
-        if self.phase is Phase.UPDATE:
+        if self.layers.phase is Phase.UPDATE:
             self.trace.update_peak_bytes = max(self.trace.update_peak_bytes, self.current_bytes)
         if self.current_bytes > self.trace.peak_bytes:
             self.trace.peak_bytes, self.trace.peak_at = self.current_bytes, self.now if born >= 0 else -1
@@ -350,7 +347,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _kind(self) -> BlockKind:
         """In an update temporaries are made: states are there before the step."""
-        return BlockKind.ACTIVATION if self.phase is Phase.FORWARD else BlockKind.GRADIENT
+        return BlockKind.ACTIVATION if self.layers.phase is Phase.FORWARD else BlockKind.GRADIENT
 
     # ---- operations
 
@@ -386,7 +383,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._running = False
         name = func.name().split("::")[-1]
-        operation = Operation(name, layer, self.phase, tuple(reads), tuple(writes))
+        operation = Operation(name, layer, self.layers.phase, tuple(reads), tuple(writes))
         if self._meter is not None:
             self._meter.after(operation, sum(storage.nbytes for storage in self.trace.storages[seen:]))
         self.trace.operations.append(operation)
@@ -400,11 +397,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if type(tensor) is Tensor or type(tensor) is nn.Parameter:
             return False
-        if self.phase is Phase.UPDATE:
+        if self.layers.phase is Phase.UPDATE:
             return True
         raise ValueReadError(
             f"{self.layers.name()} reads the value of a tensor (item(), float(), bool() or the like) in its "
-            f"{self.phase}, which a dry run without values cannot follow"
+            f"{self.layers.phase}, which a dry run without values cannot follow"
         )
 
     # ---- the hooks of an OffloadSavedTensors
