@@ -42,7 +42,7 @@ import torch
 from retime.commands.errors import check_folder, progress
 from retime.commands.job import Job, add_job_options, job_of
 from retime.foundations.messages import show_bytes
-from retime.foundations.parts import dry_part, samples_in
+from retime.foundations.parts import BatchNormChoice, dry_part, samples_in
 from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import strided_bytes
 from retime.mechanisms.memory_budget import (
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
 def _planned(
     job: Job,
     host: str | None,
-    batchnorm: str,
+    batchnorm: BatchNormChoice,
     data_parallel: dict[str, Any],
     budget_bytes: int,
     say: Callable[[str], None] = progress,

@@ -13,8 +13,8 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 
 from retime.foundations.arguments import checked
-from retime.foundations.parts import Split
-from retime.mechanisms.memory_budget import BudgetedStep, parse_budget, parse_host
+from retime.foundations.parts import BatchNormChoice, Split
+from retime.mechanisms.memory_budget import BudgetedStep, DryRuns, OnShapeChange, parse_budget, parse_host
 from retime.strategies.support.base import SingleDevice
 from retime.strategies.support.budgeted_steps import Budgeted
 
@@ -73,11 +73,11 @@ class MemoryBudgetStrategy(Budgeted, SingleDevice):
         self,
         budget: int | str = "90%",
         host: str | None = None,
-        batchnorm: str = "offload",
-        on_shape_change: str = "replan",
+        batchnorm: BatchNormChoice = "offload",
+        on_shape_change: OnShapeChange = "replan",
         split_batch: Split | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
-        dry_run: str = "auto",
+        dry_run: DryRuns = "auto",
         plan: str | os.PathLike[str] | None = None,
         device: str | int | torch.device | None = None,
         accelerator: Accelerator | str | None = None,

@@ -12,12 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.ddp import RankAgreement
-from retime.foundations.parts import Split
+from retime.foundations.parts import BatchNormChoice, Split
 from retime.mechanisms.cpu_accumulation import BucketReduction
 from retime.mechanisms.memory_budget import (
     SETTING_UP,
     BudgetedDataParallelStep,
     BudgetedStep,
+    DryRuns,
+    OnShapeChange,
     parse_budget,
     parse_host,
 )
@@ -62,11 +64,11 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
         self,
         budget: int | str = "90%",
         host: str | None = None,
-        batchnorm: str = "offload",
-        on_shape_change: str = "replan",
+        batchnorm: BatchNormChoice = "offload",
+        on_shape_change: OnShapeChange = "replan",
         split_batch: Split | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
-        dry_run: str = "auto",
+        dry_run: DryRuns = "auto",
         plan: str | os.PathLike[str] | None = None,
         reduce_on: ReduceOn = "device",
         **ddp: Any,

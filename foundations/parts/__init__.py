@@ -3,7 +3,6 @@
 from retime.foundations.parts.batchnorm import (
     BatchNormChoice,
     batch_statistics_layers,
-    check_choice,
     fix_statistics,
     ghost_momentum,
 )
@@ -27,7 +26,6 @@ from retime.foundations.parts.split import (
     loss_of,
     map_leaves,
     name_of,
-    no_larger,
     part_lengths,
     replaced_tensors,
     samples_in,
@@ -38,7 +36,6 @@ from retime.foundations.parts.split import (
 from retime.foundations.parts.weights import (
     COMPARED,
     Certificate,
-    Count,
     Example,
     NotSeparableError,
     Weighting,
@@ -51,7 +48,6 @@ __all__ = [
     "BatchNormChoice",
     "COMPARED",
     "Certificate",
-    "Count",
     "Example",
     "Head",
     "NotSeparableError",
@@ -65,7 +61,6 @@ __all__ = [
     "WholeOutput",
     "balanced_parts",
     "batch_statistics_layers",
-    "check_choice",
     "combined",
     "combined_scalar",
     "dry_part",
@@ -79,7 +74,6 @@ __all__ = [
     "loss_weights",
     "map_leaves",
     "name_of",
-    "no_larger",
     "normalised",
     "part_lengths",
     "record",

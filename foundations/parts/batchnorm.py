@@ -13,28 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import nn
 
 from retime.foundations.torch_private.layers import BatchNormBase, own_buffers
 
-__all__ = ["BatchNormChoice", "batch_statistics_layers", "check_choice", "fix_statistics", "ghost_momentum"]
-
 BatchNormChoice = Literal["offload", "ghost"]
-
-
-def check_choice(choice: str) -> BatchNormChoice:
-    """The choice, if it is one.
-
-    Raises:
-        ValueError: it is none.
-    """
-    for known in get_args(BatchNormChoice):
-        if choice == known:
-            return known  # type: ignore[no-any-return]
-    raise ValueError(f"batchnorm={choice!r}: use 'offload' or 'ghost'")
 
 
 def batch_statistics_layers(model: nn.Module) -> list[str]:
@@ -75,12 +61,7 @@ def ghost_momentum(model: nn.Module, parts: int) -> Iterator[None]:
     ``1 - (1 - m) ** (1 / parts)`` in each of ``parts`` passes, the share is m again; the later sub-batches weigh a
     little more than the first. Cumulative averages (``momentum=None``) weigh all passes alike and are left as they are.
     Running variances come from the variances inside sub-batches, which leave out how their means differ.
-
-    Raises:
-        ValueError: ``parts`` is below 1.
     """
-    if parts < 1:
-        raise ValueError(f"parts={parts} must be 1 or more")
     layers = [module for module in model.modules() if isinstance(module, BatchNormBase) and _is_live(module)]
     momenta = [layer.momentum for layer in layers]
     try:

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.foundations.parts.split import map_leaves
+from retime.foundations.parts.split import leaves_of, map_leaves
 from retime.foundations.storages import has_storage
-
-__all__ = ["WholeOutput", "combined", "combined_scalar", "has_entries"]
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -85,7 +83,7 @@ def combined(
     Raises:
         ValueError: the parts' outputs differ in structure.
     """
-    tables = [_table(output) for output in outputs]
+    tables = [dict(leaves_of(output, "output")) for output in outputs]
 
     def join(place: str, _: Any) -> Any:
         try:
@@ -116,17 +114,6 @@ def combined_scalar(values: Sequence[Any], weights: Sequence[float]) -> Any:
     for value, weight in terms:
         total = total + (torch.as_tensor(value, device=first.device).detach().reshape(()) * (1 if exact else weight))
     return total.to(first.dtype if exact or first.is_floating_point() else torch.float32).reshape(first.shape)
-
-
-def _table(output: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-
-    def note(place: str, leaf: Any) -> Any:
-        found[place] = leaf
-        return leaf
-
-    map_leaves(output, note, "output")
-    return found
 
 
 def _joined(leaves: list[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:

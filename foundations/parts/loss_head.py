@@ -11,11 +11,11 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from dis import opmap
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -36,20 +36,6 @@ from retime.foundations.torch_private.engine import (
     tree_map,
 )
 from retime.foundations.torch_private.tensors import storage_address
-
-__all__ = [
-    "ALTERATIONS",
-    "Head",
-    "NotUnderstoodError",
-    "PerturbedReads",
-    "READS",
-    "RecordedRun",
-    "Recorder",
-    "head_of",
-    "head_of_loss",
-    "record",
-    "record_altered",
-]
 
 _SAME_VALUES = {
     *("view", "_unsafe_view", "_reshape_alias", "reshape", "squeeze", "unsqueeze", "clone", "_to_copy", "detach"),
@@ -95,7 +81,6 @@ _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 # Other values for those that a step reads, or that modules give: what is true of a step is true with them too.
 
 Alteration = Literal["other", "low", "high", "zero"]
-ALTERATIONS: tuple[Alteration, ...] = ("other", "low", "high")
 _FAR = 1e9
 _SHORTCUTS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 """Modules that read whether a mask masks anything, and leave it out where it does not: that changes no result."""
@@ -246,13 +231,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values: list[Any] = []
         self.chosen, self.more = 0, more
         self._results: dict[int, dict[Any, Operation]] = {}  # by storage and by how the tensor looks at it
-        self._changed: dict[
-            int, list[Operation]
-        ] = {}  # storages that were written through a window; all that is in them
+        self._changed: dict[int, list[Operation]] = {}  # by storage that was written through a window: all in it
         self._held: list[Any] = []  # so that no other storage gets the same number
         named, samples = tensors_of(batch), 0 if all_vary else samples_in(batch)
         for place, tensor in named.items():
-            one = Operation("batch", {}, tuple(tensor.shape), all_vary or _has_samples(tensor, samples), place=place)
+            varies = all_vary or (tensor.dim() > 0 and tensor.shape[0] == samples)
+            one = Operation("batch", {}, tuple(tensor.shape), varies, place=place)
             one.floating, one.truth = tensor.is_floating_point(), tensor.dtype == torch.bool
             self._put(tensor, one)
         places = {id(tensor) for tensor in named.values()}
@@ -309,19 +293,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = schema_of(func)
+        kwargs, schema = kwargs or {}, schema_of(func)
         name = schema.name.removeprefix("aten::")
         if name in READS:
-            return self.read(self.run(func, args, kwargs or {}), next((a for a in args if isinstance(a, Tensor)), None))
+            return self.read(self.run(func, args, kwargs), next((a for a in args if isinstance(a, Tensor)), None))
         names = [argument.name for argument in schema.arguments]
-        before = {key: self._noted(value) for key, value in zip(names, args, strict=False)}
-        before |= {key: self._noted(value) for key, value in (kwargs or {}).items()}
+        before = {key: self._noted(value) for key, value in (*zip(names, args, strict=False), *kwargs.items())}
         random = torch.Tag.nondeterministic_seeded in func.tags
         selects = name != "_ctc_loss" and torch.Tag.dynamic_output_shape in func.tags
         if name in ("index", "index_put", "index_put_") and args[1]:
             by_mask = any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
             selects, before["by_mask"] = by_mask and name == "index", by_mask
-        result = self.run(func, args, kwargs or {})
+        result = self.run(func, args, kwargs)
         if name == "bincount" and len(result) <= before.get("minlength", 0):
             selects = False  # as many bins as were asked for
         if selects and not self.inside:
@@ -330,7 +313,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation.varies = any(one.varies for one in operation.operands())
         written = [
             value
-            for value, argument in zip([*args, *(kwargs or {}).values()], schema.arguments, strict=False)
+            for value, argument in zip([*args, *kwargs.values()], schema.arguments, strict=False)
             if schema.is_mutable
             and isinstance(value, Tensor)
             and argument.alias_info is not None
@@ -414,21 +397,11 @@ class _Calls(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A step on some samples.
-
-    Attributes:
-        reads: how often it read samples' values.
-        chosen: how often it chose by them, outside of layers.
-        operation_of: what gave a tensor.
-        values: all that it read.
-    """
+    """A step on some samples: what it gave, and who noted its operations."""
 
     samples: int
     output: Any
-    reads: int
-    chosen: int
-    operation_of: Callable[[Tensor], Operation]
-    values: Sequence[Any] = ()
+    recorder: Recorder
 
 
 def record(
@@ -457,7 +430,7 @@ def record(
     with torch.enable_grad(), hooks, recorder, _Calls(recorder):
         output = step(batch)
     count = samples_in(batch) if samples is None else samples
-    return RecordedRun(count, output, recorder.reads, recorder.chosen, recorder.operation_of, recorder.values)
+    return RecordedRun(count, output, recorder)
 
 
 def _nothing(_: Any) -> Any:
@@ -480,10 +453,11 @@ def record_altered(
         looks, kind, samples: as in :func:`record`.
     """
     further: dict[str, Any] = {"looks": looks, "kind": kind, "samples": samples}
-    alone = [[number] for number in range(min(run.reads, _ALTERED_ALONE))]
-    for which in [*alone, range(run.reads)] if run.reads else ():
+    reads = run.recorder.reads
+    alone = [[number] for number in range(min(reads, _ALTERED_ALONE))]
+    for which in [*alone, range(reads)] if reads else ():
         could, refused = False, False
-        for how in (*ALTERATIONS, "zero"):
+        for how in get_args(Alteration):
             altered = PerturbedReads(set(which), max(which), how)
             try:
                 other = record(step, batch, altered=altered, **further)
@@ -494,7 +468,7 @@ def record_altered(
             yield other
         if not could and not refused:
             yield None
-    if run.chosen:
+    if run.recorder.chosen:
         altered = PerturbedReads((), sys.maxsize, "other")
         try:
             yield record(step, batch, altered=altered, more=True, **further)
@@ -567,10 +541,11 @@ def head_of(
         NotUnderstoodError: it is neither a mean nor a sum over samples or labels.
     """
     judge = _Judge(large[0].samples, small[0].samples, values)
+    of_large, of_small = large[0].recorder.operation_of, small[0].recorder.operation_of
     if loss is not None:
-        judge.loss = large[0].operation_of(loss[0]), small[0].operation_of(loss[1])
+        judge.loss = of_large(loss[0]), of_small(loss[1])
     try:
-        judge.follow(large[0].operation_of(large[1]), small[0].operation_of(small[1]), 1.0)
+        judge.follow(of_large(large[1]), of_small(small[1]), 1.0)
     except ZeroDivisionError as error:
         raise NotUnderstoodError("it is a mean over nothing for some samples") from error
     return judge.head()
@@ -1091,10 +1066,6 @@ def _cut(operation: Operation) -> tuple[int, ...] | None:
     start, stop, step = given.get("start") or 0, given.get("end"), given.get("step", 1)
     stop = sys.maxsize if stop is None or stop >= before.shape[dimension] else stop
     return (dimension, start, stop, step) if stop < 0 or stop == sys.maxsize else None
-
-
-def _has_samples(tensor: Tensor, samples: int) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == samples
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -56,7 +56,7 @@ def batch_size_of(batch: Any) -> int:
             its first dimension. The message names the places and asks for a ``split_batch`` hook.
     """
     sizes: dict[str, int] = {}
-    for path, leaf in _leaves(batch):
+    for path, leaf in leaves_of(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             _check_dense(leaf, path)
             sizes[path] = leaf.shape[0]
@@ -69,7 +69,7 @@ def batch_size_of(batch: Any) -> int:
         text = ", ".join(f"{path} has {size}" for size, path in reversed(path_of_size.items()))
         raise ValueError(f"tensors of this batch disagree on the number of samples ({text}): {_HOOK}")
     samples = next(iter(path_of_size), 1)
-    for path, leaf in _leaves(batch):
+    for path, leaf in leaves_of(batch):
         if _is_flat(leaf) and len(leaf) == samples > 1 and not _is_text(leaf):
             raise ValueError(
                 f"{path} is a {type(leaf).__name__} of {samples} entries in a batch of {samples} samples: one entry a "
@@ -114,9 +114,9 @@ def samples_in(batch: Any, split: Split = split_batch) -> int:
     return batch_size_of(batch) if split is split_batch else len(split(batch, 1))
 
 
-def tensors_of(batch: Any) -> dict[str, Tensor]:
-    """The tensors of a batch by place, such as ``batch['labels']``."""
-    return {path: leaf for path, leaf in _leaves(batch) if isinstance(leaf, Tensor)}
+def tensors_of(batch: Any, path: str = "batch") -> dict[str, Tensor]:
+    """The tensors of a batch, or of another value called ``path``, by place, such as ``batch['labels']``."""
+    return {place: leaf for place, leaf in leaves_of(batch, path) if isinstance(leaf, Tensor)}
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str = "batch") -> Any:
@@ -165,13 +165,14 @@ def replaced_tensors(batch: Any, change: Callable[[Tensor], Tensor], depth: int 
     return map_leaves(batch, leaf)
 
 
-def _leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+def leaves_of(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a nested value with their places, as :func:`map_leaves` has them."""
     children = _children(value, path)
     if children is None:
         yield path, value
     else:
         for place, _, child in children:
-            yield from _leaves(child, place)
+            yield from leaves_of(child, place)
 
 
 def _children(value: Any, path: str) -> list[tuple[str, Any, Any]] | None:
@@ -237,18 +238,14 @@ def _check_opaque(leaf: Any, path: str) -> None:
     """An object whose tensors we cannot see would go to every part whole."""
     if isinstance(leaf, PackedSequence):
         raise ValueError(f"{path} is a PackedSequence, whose first dimension runs over samples and time: {_HOOK}")
-    if _hides_tensors(leaf):
+    if _holds_tensors(attributes_of(leaf), 0):
         raise ValueError(f"{path} is a {type(leaf).__name__}, which holds tensors that cannot be cut: {_HOOK}")
-
-
-def _hides_tensors(leaf: Any) -> bool:
-    return isinstance(leaf, PackedSequence) or _holds_tensors(attributes_of(leaf), 0)
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
     return any(
         isinstance(leaf, Tensor) or (depth > 0 and _holds_tensors(attributes_of(leaf), depth - 1))
-        for _, leaf in _leaves(value)
+        for _, leaf in leaves_of(value)
     )
 
 
@@ -327,11 +324,6 @@ def name_of(key: tuple[Any, ...]) -> str:
 def sizes_of(batch: Any) -> tuple[int, ...]:
     """Bytes of each tensor, those in objects too; a sparse one has values and indices."""
     return tuple(_bytes_of(tensor) for tensor in tensors_in(batch))
-
-
-def no_larger(sizes: Sequence[int], planned: Sequence[int]) -> bool:
-    """Whether a plan for batches of ``planned`` sizes holds: samples of graphs or packed tokens differ in size."""
-    return len(sizes) == len(planned) and all(one <= other for one, other in zip(sizes, planned, strict=True))
 
 
 def _bytes_of(tensor: Tensor) -> int:

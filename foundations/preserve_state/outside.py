@@ -62,6 +62,8 @@ class ValueReadError(RuntimeError):
 _MISSING = object()
 _FRAMEWORKS = {*sys.stdlib_module_names, "torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate"}
 _FRAMEWORKS |= {"numpy", "torchmetrics"}
+LIBRARIES = _FRAMEWORKS | {"retime"}
+"""Packages whose objects keep what is their own affair."""
 _GLOBAL, _ENCLOSING = {"STORE_GLOBAL", "DELETE_GLOBAL"}, {"STORE_DEREF", "DELETE_DEREF"}
 _REBINDING = {dis.opmap[name] for name in _GLOBAL | _ENCLOSING}
 _MOST = 5000
@@ -121,7 +123,7 @@ class GlobalsSnapshot:
             self._look_into_function(value)
             return 1
         elif isinstance(value, type):
-            if _root(value) not in _FRAMEWORKS | {"retime"}:
+            if root_of(value) not in LIBRARIES:
                 self._look_into_class(value)
         elif isinstance(value, nn.Module):
             self._waiting += {type(module): None for module in value.modules()}
@@ -129,7 +131,7 @@ class GlobalsSnapshot:
             self._waiting += value[:_MOST]
         elif isinstance(value, dict):
             self._waiting += dict.values(value)  # what is there: Transformers' lazy mappings would import all models
-        elif not isinstance(value, _PLAIN) and _root(type(value)) not in _FRAMEWORKS | {"retime"}:
+        elif not isinstance(value, _PLAIN) and root_of(type(value)) not in LIBRARIES:
             self._waiting.append(type(value))
         return 0
 
@@ -146,12 +148,12 @@ class GlobalsSnapshot:
                 self._keep(kind, name)
 
     def _look_into_function(self, function: types.FunctionType) -> None:
-        if _root(function) in _FRAMEWORKS:
+        if root_of(function) in _FRAMEWORKS:
             return
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         self._waiting += [_get(cell, "") for cell in cells.values()]
         self._waiting += [function.__dict__["__wrapped__"]] if "__wrapped__" in function.__dict__ else []
-        if _root(function) == "retime":
+        if root_of(function) == "retime":
             return  # its closures alone: they hold the user's step
         for code in _codes(function.__code__):
             for opname, name in _rebound(code):
@@ -167,7 +169,7 @@ class GlobalsSnapshot:
             if not isinstance(value, types.ModuleType):
                 if value is not None:
                     self._waiting.append(value)
-            elif value.__name__.partition(".")[0] not in _FRAMEWORKS | {"retime"}:
+            elif value.__name__.partition(".")[0] not in LIBRARIES:
                 attributes = vars(value)
                 self._waiting += [attributes[one] for one in names if one in attributes]
 
@@ -187,7 +189,8 @@ def _rebound(code: types.CodeType) -> tuple[tuple[str, str], ...]:
     return tuple((one.opname, one.argval) for one in instructions if one.opcode in _REBINDING)
 
 
-def _root(value: Any) -> str:
+def root_of(value: Any) -> str:
+    """Return the package that a class or a function is of."""
     return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
@@ -372,7 +375,9 @@ class _Watch(ObserverMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, OpOverload) or func is torch.ops.aten.detach.default:
             return func(*args, **kwargs)
         declared = _declared(func)
-        named = [*zip(declared, args, strict=False), *((one, kwargs.get(one[0])) for one in declared[len(args) :])]
+        named = [*zip(declared, args, strict=False)]
+        if kwargs:
+            named += [(one, kwargs[one[0]]) for one in declared[len(args) :] if one[0] in kwargs]
         used = [(leaf, written) for (_, written), value in named for leaf in _leaves(value, _USED)]
         for leaf, written in used:
             if type(leaf) is not FakeTensor:

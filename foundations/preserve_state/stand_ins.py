@@ -96,7 +96,7 @@ class Replacement:
     def at(self, place: Any) -> Any:
         """What stands in for a tensor that modules hold, or for a tuple or a partial with some."""
         stand_in = self._known.get(id(place))  # this is done before every run that is timed
-        return replaced(place, self._of_held) if stand_in is None else stand_in
+        return stand_in if stand_in is not None else replaced(place, lambda tensor: self._of(tensor, self._held))
 
     def tree(self, tree: Any) -> Any:
         """A state with all its tensors replaced."""
@@ -128,9 +128,6 @@ class Replacement:
         for tensor in self.stand_ins:
             if _is_trained(tensor):
                 tensor.grad = None
-
-    def _of_held(self, tensor: Tensor) -> Tensor:
-        return self._of(tensor, self._held)
 
     def _of(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         if id(tensor) not in self._known:
@@ -328,12 +325,12 @@ class ScratchModel:
         lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
         if lazy:
             raise ValueError(f"parameter {lazy[0]} has no shape yet: run the model once before it is probed")
-        if reason := why_not_replaced(model):
+        self._saved = SavedState(model, step)
+        if reason := why_not_replaced(model, self._saved.reachable):
             raise ValueError(reason)
         self._model = model
         self._dtype, self._prepare = dtype, prepare
         self._read_only = read_only and dtype is None
-        self._saved = SavedState(model, step)
         self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._named = [*model.named_parameters(), *model.named_buffers()]
         self._registered = {id(tensor) for _, tensor in self._named}
@@ -360,8 +357,8 @@ class ScratchModel:
 
     def parameters(self) -> list[tuple[str, Tensor, Tensor]]:
         """Name, original and copy of the parameters that need a gradient."""
-        named = ((name, tensor) for name, tensor in self._model_parameters() if tensor.requires_grad)
-        return [(name, tensor, self._copies[id(tensor)][1]) for name, tensor in named]
+        trained = ((name, one) for name, one in self._named if isinstance(one, nn.Parameter) and one.requires_grad)
+        return [(name, tensor, self._copies[id(tensor)][1]) for name, tensor in trained]
 
     def changed(self) -> dict[str, Tensor]:
         """The parameters and buffers that a step has written or replaced since the last restart, by name."""
@@ -389,9 +386,6 @@ class ScratchModel:
             module.__dict__[key[1]] = value
         elif self._saved.names is not None:
             self._saved.names.bind(key, value)
-
-    def _model_parameters(self) -> list[tuple[str, Tensor]]:
-        return [(name, tensor) for name, tensor in self._named if isinstance(tensor, nn.Parameter)]
 
     def _swap(self) -> None:
         seed_all()
@@ -432,12 +426,16 @@ class ScratchModel:
         return twin
 
 
-def why_not_replaced(model: nn.Module) -> str:
-    """Which module keeps its parameters or buffers where others cannot be put in their place; empty if none does."""
+def why_not_replaced(model: nn.Module, reachable: ReachableState | None = None) -> str:
+    """Which module keeps its parameters or buffers where others cannot be put in their place; empty if none does.
+
+    Args:
+        reachable: what the model holds, where that was looked for.
+    """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in (*module.parameters(), *module.buffers())):
             return f"{name or 'the model itself'} is a TorchScript module, whose parameters cannot be stood in for"
-    reachable = ReachableState(model.modules())
+    reachable = reachable or ReachableState(model.modules())
     replaceable = {id(container[key]) for container, key in reachable.places}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in replaceable:

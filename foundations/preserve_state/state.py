@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.messages import warn_difference
-from retime.foundations.preserve_state.outside import GlobalsSnapshot
+from retime.foundations.preserve_state.outside import LIBRARIES, GlobalsSnapshot, root_of
 from retime.foundations.storages import has_storage, tensors_in
 from retime.foundations.torch_private.engine import compiled_backends, stance_callback_replaced
 from retime.foundations.torch_private.tensors import lazy_clone, version_of
@@ -39,9 +39,8 @@ _CODE = (
     torch.jit.ScriptFunction,
 )
 _OF_THREADS = {"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio", "subprocess"}
-# What these keep is their own affair; a Trainer, say, goes on while a step is tried out.
-_FRAMEWORKS = {*sys.stdlib_module_names, "torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate"}
-_FRAMEWORKS |= {"retime", "numpy"}
+# A Trainer, say, goes on while a step is tried out; but a metric's state is the model's.
+_FRAMEWORKS = LIBRARIES - {"torchmetrics"}
 _PLAIN_ALL_THE_SAME = (types.SimpleNamespace, argparse.Namespace, torch.distributions.Distribution)
 
 
@@ -181,15 +180,11 @@ def _is_plain(value: Any) -> bool:
     """Whether an object's attributes are the model's own state."""
     if isinstance(value, _PLAIN_ALL_THE_SAME):
         return True
-    if isinstance(value, (*_CODE, torch.optim.Optimizer)) or _root(type(value)) in _FRAMEWORKS:
+    if isinstance(value, (*_CODE, torch.optim.Optimizer)) or root_of(type(value)) in _FRAMEWORKS:
         return False
     values = (child for attributes in _attributes(value) for child in attributes.values())
     kinds = chain(type(value).__mro__, *(type(child).__mro__ for child in values))
-    return all(_root(kind) not in _OF_THREADS for kind in kinds)
-
-
-def _root(kind: type) -> str:
-    return str(kind.__module__).partition(".")[0]
+    return all(root_of(kind) not in _OF_THREADS for kind in kinds)
 
 
 def _attributes(value: Any) -> Iterator[Any]:
@@ -298,6 +293,8 @@ class SavedState:
         tensors: these are copied, and get their values back, too. Where there are none, the run is to be on stand-ins,
             or must replace a tensor in an attribute (a metric's state) and not write into it.
 
+    It is a context manager too, around one run or one after the other, each of which begins with what was saved.
+
     Attributes:
         reachable: where the model's tensors are.
         names: that the step binds.
@@ -317,6 +314,12 @@ class SavedState:
             if not tensor.is_inference()  # those cannot be written into
         ]
 
+    def __enter__(self) -> None:
+        """Nothing: it was saved when this was made."""
+
+    def __exit__(self, *failure: object) -> None:
+        self.put_back()
+
     def put_back(self) -> None:
         """All is as it was when this was made; what has not changed is not touched."""
         set_random_state(self._random)
@@ -331,16 +334,11 @@ class SavedState:
                     tensor.copy_(value)
 
 
-@contextmanager
 def preserve_state(
     model: nn.Module, step: Callable[[Any], Any] | None = None, *, tensors: Iterable[Tensor] = ()
-) -> Iterator[None]:
-    """Save the state, with the arguments of :class:`SavedState`, and put it back at the end."""
-    saved = SavedState(model, step, tensors=tensors)
-    try:
-        yield
-    finally:
-        saved.put_back()
+) -> SavedState:
+    """Save the state, with the arguments of :class:`SavedState`, and put it back at the end of a context."""
+    return SavedState(model, step, tensors=tensors)
 
 
 def reachable_tensors(model: nn.Module, batch: Any, *, parameters: bool = True) -> list[Tensor]:

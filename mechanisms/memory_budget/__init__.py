@@ -19,7 +19,7 @@ from retime.mechanisms.memory_budget.dry_run import (
     replay,
     task_graph,
 )
-from retime.mechanisms.memory_budget.first_steps import check_dry_run
+from retime.mechanisms.memory_budget.first_steps import DryRuns
 from retime.mechanisms.memory_budget.offload import (
     HostDisk,
     HostError,
@@ -33,7 +33,7 @@ from retime.mechanisms.memory_budget.offload import (
     check_host_text,
     parse_host,
 )
-from retime.mechanisms.memory_budget.path_changes import AnotherPath, check_on_shape_change, warn_of_dropped
+from retime.mechanisms.memory_budget.path_changes import AnotherPath, OnShapeChange, warn_of_dropped
 from retime.mechanisms.memory_budget.plan_files import read_plans, write_plans
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape, parse_budget
@@ -49,6 +49,7 @@ __all__ = [
     "BudgetedDataParallelStep",
     "BudgetedStep",
     "DryRun",
+    "DryRuns",
     "Gradients",
     "HostDisk",
     "HostError",
@@ -59,6 +60,7 @@ __all__ = [
     "NoLossError",
     "OffloadReport",
     "OffloadSavedTensors",
+    "OnShapeChange",
     "PlanChoice",
     "PlanMismatch",
     "PlannedShape",
@@ -76,9 +78,7 @@ __all__ = [
     "buckets_of",
     "calibrate",
     "certify",
-    "check_dry_run",
     "check_host_text",
-    "check_on_shape_change",
     "gloo_bytes",
     "parse_budget",
     "parse_host",

@@ -198,11 +198,6 @@ def counted_ms(plain: StepProfile | None) -> tuple[float, float]:
     return count * _OPERATION_MS + fixed / _BYTES_PER_MS, shared / _BYTES_PER_MS / plain.samples
 
 
-def counted_copies(device: torch.device) -> float:
-    """Bytes a millisecond to the host and back."""
-    return _DISK if device.type == "cpu" else _BUS
-
-
 @dataclass(frozen=True)
 class StepCosts:
     """Times of a step's parts, the host tier's bandwidth, and what operations allocate for themselves.
@@ -293,19 +288,29 @@ def calibrate(
         budget_bytes: what the step may need, with parameters and the batch.
         timed: False asks no clock: times follow from bytes and operations, so that every run finds the same.
     """
-    # A BatchNorm after pooling refuses one sample.
-    least = min(step.samples, 2 if batch_statistics_layers(step.module) else 1)
-    low, high, fits = _sizes_within(step.samples, least, plain, budget_bytes)
-    parameter = next(step.module.parameters())
+    low, high, fits = _sizes_within(step, plain, budget_bytes)
+    device = next(step.module.parameters()).device
+    spare = spare_bytes(plain) if device.type == "cpu" else 0
     with within(step.given(), budget_bytes) as pool:
         room = budget_bytes - pool.bytes_elsewhere(step.given()) if pool.installed else 0
         runs, (first, last) = measured(step, (low, high), host, plain, pool, room)
+        operations = operations_between(first, last, low, high)
         if not timed:
-            return _counted(plain, parameter.device, operations_between(first, last, low, high), last.rest)
+            fixed_ms, sample_ms = counted_ms(plain)
+            copies = _DISK if device.type == "cpu" else _BUS
+            return StepCosts(
+                fixed_ms=fixed_ms,
+                sample_ms=sample_ms,
+                out_bytes_per_ms=copies,
+                in_bytes_per_ms=copies,
+                operations=operations,
+                scratch_bytes=last.rest,
+                spare_bytes=spare,
+            )
         times = [_best_ms(partial(run.untraced, None if fits else everything(run.step.samples))) for run in runs]
         resident = 0 if plain is None else plain.resident_bytes
         nbytes = min(_PROBE_BYTES, max(_SMALLEST_PROBE_BYTES, (budget_bytes - resident) // _PROBE_SHARE))
-        bandwidth = _bandwidth(host, parameter.device, nbytes)
+        bandwidth = _bandwidth(host, device, nbytes)
         if fits:
             copying_ms = _best_ms(partial(runs[1].untraced, everything(high))) - times[1]
             bandwidth = bandwidth.no_faster_than(copying_ms, last.saved_bytes)
@@ -317,34 +322,26 @@ def calibrate(
         out_bytes_per_ms=bandwidth.out,
         in_bytes_per_ms=bandwidth.back,
         hidden=bandwidth.hidden,
-        operations=operations_between(first, last, low, high),
+        operations=operations,
         scratch_bytes=holes.fixed,
         scratch_sample_bytes=holes.sample,
         few_samples=high - 1 if first.rest > last.rest else 0,
         few_bytes=first.rest,
-        spare_bytes=spare_bytes(plain) if parameter.device.type == "cpu" else 0,
+        spare_bytes=spare,
     )
 
 
-def _counted(
-    plain: StepProfile | None, device: torch.device, operations: dict[tuple[Phase, str, str], Size], rest: int
-) -> StepCosts:
-    """Costs that no clock has a part in."""
-    fixed_ms, sample_ms = counted_ms(plain)
-    copies = counted_copies(device)
-    return StepCosts(
-        fixed_ms=fixed_ms,
-        sample_ms=sample_ms,
-        out_bytes_per_ms=copies,
-        in_bytes_per_ms=copies,
-        operations=operations,
-        scratch_bytes=rest,
-        spare_bytes=spare_bytes(plain) if device.type == "cpu" else 0,
-    )
+def fewest_samples(step: TrainingStep) -> int:
+    """With how many samples at least the step runs: a BatchNorm after pooling refuses one."""
+    return min(step.samples, 2 if batch_statistics_layers(step.module) else 1)
 
 
-def _sizes_within(samples: int, least: int, plain: StepProfile | None, budget_bytes: int) -> tuple[int, int, bool]:
-    """Two sizes, equal only for the smallest batches, and whether the plain step of the larger one fits."""
+def _sizes_within(step: TrainingStep, plain: StepProfile | None, budget_bytes: int) -> tuple[int, int, bool]:
+    """An eighth and a quarter of the batch, or what fits; and whether the plain step of the larger one does.
+
+    They are equal only for the smallest batches.
+    """
+    samples, least = step.samples, fewest_samples(step)
     high, fits = max(2 * least, samples // 4), True
     if plain is not None:
         each = max(1, (plain.peak_bytes - plain.resident_bytes) // samples)
@@ -453,12 +450,14 @@ def least_costs(step: TrainingStep, host: HostTier, sub_batch: int, plain: StepP
     Returns:
         ``scratch_bytes`` to add to the least plan, and ``spare_bytes`` to add to the plain step.
     """
-    sizes = (sub_batch,) if sub_batch < step.samples else _parts(step)
+    low, high = sub_batch, sub_batch
+    if sub_batch == step.samples:
+        low, high, _ = _sizes_within(step, None, 0)
     with within(step.given(), 0) as pool:
-        _, profiles = measured(step, sizes, host, plain, pool, 0)
-    low, high = profiles[0], profiles[-1]
-    operations = operations_between(low, high, sizes[0], sizes[-1])
-    rest = rest_between(low, high, sizes[0], sizes[-1]).at(sub_batch)
+        _, profiles = measured(step, sorted({low, high}), host, plain, pool, 0)
+    first, last = profiles[0], profiles[-1]
+    operations = operations_between(first, last, low, high)
+    rest = rest_between(first, last, low, high).at(sub_batch)
     if next(step.module.parameters()).device.type != "cpu":
         return StepCosts(operations=operations, scratch_bytes=rest, spare_bytes=rest)
     spare = spare_bytes(plain)
@@ -466,11 +465,3 @@ def least_costs(step: TrainingStep, host: HostTier, sub_batch: int, plain: StepP
     while scratch < rest - _VARIES_BYTES:
         scratch *= 2
     return StepCosts(operations=operations, scratch_bytes=scratch, spare_bytes=spare + scratch - allowance)
-
-
-def _parts(step: TrainingStep) -> tuple[int, ...]:
-    """An eighth and a quarter of the batch, or what is nearest."""
-    least = min(step.samples, 2 if batch_statistics_layers(step.module) else 1)
-    high = min(step.samples, max(2 * least, step.samples // 4))
-    low = max(least, min(high // 2, high - 1))
-    return (low, high) if low < high else (high,)

@@ -8,7 +8,7 @@ ranks tell one another in what way it runs, and whether one of them has failed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from retime.foundations.torch_private.distributed import COLLECTIVE_NAMESPACES, 
 from retime.foundations.torch_private.engine import TorchDispatchMode
 from retime.foundations.torch_private.layers import BatchNormBase
 from retime.mechanisms.memory_budget.offload import HostTier
-from retime.mechanisms.memory_budget.path_changes import AnotherPath, warn_of_no_plan
+from retime.mechanisms.memory_budget.path_changes import warn_of_no_plan
 from retime.mechanisms.memory_budget.planner import Step
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.step import BudgetedStep, ExecutionMode, NoLossError
@@ -349,12 +349,9 @@ class BudgetedDataParallelStep(BudgetedStep):
             self._late = error
             return self._batches.prepare_whole(step, self._record(batch))
 
-    def begin(self, step: Step, batch: Any) -> Any:
-        with suppress(AnotherPath):
-            self.choose(step, batch)
-            return (self.parts or self.prepare(step, batch)).forward(0)
-        self.choose(step, batch)  # behind an `except`, whose traceback would hold the stopped pass's activations
-        return (self.parts or self.prepare(step, batch)).forward(0)
+    def _prepared(self, step: Step, batch: Any) -> SubBatches:
+        self.choose(step, batch)
+        return self.parts or self.prepare(step, batch)
 
     def ended(self) -> None:
         self._reduction.end()  # a batch that failed must not keep later steps from reducing

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.nn.parameter import is_lazy
 
@@ -43,18 +43,6 @@ _GRADIENTS, _STATES = 2, 4
 """Sizes of the trained parameters: gradients, and as much for the update; optimizer states (AMSGrad's are 3)."""
 
 
-def check_dry_run(choice: str) -> DryRuns:
-    """The same choice.
-
-    Raises:
-        ValueError: it is none.
-    """
-    for option in get_args(DryRuns):
-        if choice == option:
-            return option  # type: ignore[no-any-return]
-    raise ValueError(f"dry_run={choice!r}: use 'auto' or 'off'")
-
-
 class FirstSteps:
     """Decides which first steps are trained without a plan, and counts them."""
 
@@ -77,7 +65,7 @@ class FirstSteps:
             plan = everything(samples)
         elif not (may_stop and self._roomy(key, batch)):
             return None
-        return PlannedShape(samples, PlanChoice(plan, 0, 0, 0.0, 0.0, 0, 0))
+        return PlannedShape(samples, PlanChoice(plan))
 
     def note(self, key: Any, samples: int, sizes: Sequence[int]) -> None:
         """What the first step of a shape saved, in bytes, everything offloaded."""
@@ -138,7 +126,7 @@ class FirstSteps:
         peak = standing + _TIMES_MADE * allocated.bytes
         if peak > self._budget_bytes:
             return
-        choice = PlanChoice(OffloadPlan(samples), 0, peak, 0.0, 0.0, 0, 0, tensor_bytes=peak)
+        choice = PlanChoice(OffloadPlan(samples), peak_bytes=peak, tensor_bytes=peak)
         shapes.append(PlannedShape(samples, choice, note=COUNTED, first_step_bytes=0))
 
     def _standing_bytes(self, batch: Any) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Literal
 
 from torch import Tensor
 
 from retime.foundations.messages import warn_difference, warn_no_effect
-from retime.foundations.parts import Certificate
+from retime.foundations.parts import Certificate, loss_of
 from retime.foundations.torch_private.engine import check_saved_values, loss_choices
 from retime.mechanisms.memory_budget.separability import Compared
 
@@ -63,40 +63,31 @@ class GraphPaths:
         self.examined += 1
         return stopped
 
-    @contextmanager
-    def watched(self) -> Iterator[Watched]:
-        """Around a sub-batch's forward pass, which puts its loss into :attr:`Watched.loss`."""
-        seen = Watched()
-        if self._constants:
-            with Compared() as compared:
-                yield seen
-            path = hash((_path_of(seen.loss), frozenset(compared.constants)))
-        else:
-            yield seen
-            path = _path_of(seen.loss)
+    def run(self, step: Callable[[Any], Any], part: Any) -> Any:
+        """A sub-batch's forward pass, whose path is seen; returns what the step returns."""
+        compared = Compared() if self._constants else None
+        with compared or nullcontext():
+            output = step(part)
+        path = _path_of(loss_of(output))
+        if compared is not None:
+            path = hash((path, frozenset(compared.constants)))
         if path not in self._known:
             self._known.add(path)
             new = not self._first and not self.many
             self.new |= new
             self.new_at_once = new and not self._passes
         self._passes += 1
+        return output
 
 
-class Watched:
-    """A forward pass that is watched."""
-
-    loss: Tensor | None = None
-
-
-def _path_of(loss: Tensor | None) -> int:
+def _path_of(loss: Tensor) -> int:
     """A number for the graph behind a loss: its operations in order, how losses are reduced and what they ignore.
 
     And whether they weigh classes: only that, as any weights keep a batch whole. The saved tensor is not unpacked,
     which would bring it back from the host.
     """
     names: list[Any] = []
-    first = None if loss is None else loss.grad_fn
-    waiting, seen = [first], {first}
+    waiting, seen = [loss.grad_fn], {loss.grad_fn}
     while waiting:
         node = waiting.pop()
         if node is None:
@@ -114,12 +105,6 @@ def _path_of(loss: Tensor | None) -> int:
 
 OnShapeChange = Literal["replan", "error"]
 _MANY_MISMATCHES = 3
-
-
-def check_on_shape_change(choice: str) -> None:
-    """Raise a ValueError for an unknown choice."""
-    if choice not in get_args(OnShapeChange):
-        raise ValueError(f"on_shape_change={choice!r}: use 'replan' or 'error'")
 
 
 def why_anew(samples: int, same_shape: bool) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from retime.foundations.parts import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part
 from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import strided_bytes
-from retime.mechanisms.memory_budget.costs import StepCosts, calibrate, least_costs
+from retime.mechanisms.memory_budget.costs import calibrate, least_costs
 from retime.mechanisms.memory_budget.dry_run import Buckets, Gradients, StepProfile, TrainingStep
 from retime.mechanisms.memory_budget.first_steps import DryRuns
 from retime.mechanisms.memory_budget.offload import HostTier, PlanMismatch
@@ -35,11 +36,13 @@ from retime.schedules.budget import BudgetError, OffloadPlan
 # How far planning is: which stage of how many.
 
 PROBING = "finding out whether sub-batches give the same gradients"
+_LEAST = "measuring on a few samples what the step needs at least"
 _MEASURING = "measuring on a few samples how long the step and copies to the host take"
 _COUNTING = (
     "deterministic algorithms are on, so the plan is chosen by counted bytes and operations and not by measured times: "
     "every run chooses the same"
 )
+_SEARCHING = "searching among plans by dry runs"
 
 
 class PlanningStages:
@@ -54,34 +57,19 @@ class PlanningStages:
     """
 
     def __init__(self, say: Callable[[str], None], *, probed: bool, timed: bool) -> None:
-        self._say, self._timed = say, timed
+        self._say = say
         self._trial = 0
         self._number, self._last = 1, 4 + probed + (MOST_TRIALS if timed else 0)
 
-    def probe(self) -> None:
-        """Note that the gradient probe runs."""
-        self._begin(PROBING)
-
-    def least(self) -> None:
-        """Note that the least need is measured."""
-        self._begin("measuring on a few samples what the step needs at least")
-
-    def costs(self) -> None:
-        """Note that times and memory of a few samples are measured."""
-        self._begin(_MEASURING if self._timed else _COUNTING)
-
-    def search(self) -> None:
-        """Note that plans that fit are searched for."""
-        self._begin("searching among plans by dry runs")
-
-    def trial(self, plan: OffloadPlan) -> None:
-        """Note that the next plan is tried out."""
-        self._trial += 1
-        self._begin(f"trying plan {self._trial}: {plan}")
-
-    def _begin(self, text: str) -> None:
+    def begin(self, text: str) -> None:
+        """Tell what is done next."""
         self._number += 1
         self._say(f"{text} (stage {self._number} of at most {self._last})")
+
+    def trial(self, plan: OffloadPlan) -> None:
+        """Tell that the next plan is tried out."""
+        self._trial += 1
+        self.begin(f"trying plan {self._trial}: {plan}")
 
 
 _SPACIOUS = 3
@@ -123,11 +111,11 @@ class StepPlanner:
     Args:
         model, optimizers, budget_bytes, host, options: as for
             :class:`~retime.mechanisms.memory_budget.BudgetedStep`.
-        trying_out: entered around everything that calls a step without its result being wanted.
 
     Attributes:
         gradients: whether those of steps before are there; may be set between two batches.
         whole_because: why batches must not be split, if the caller knows a reason.
+        planning: the step that runs at the moment is only tried out.
     """
 
     def __init__(
@@ -139,11 +127,19 @@ class StepPlanner:
         options: BudgetOptions,
         gradients: Gradients,
         whole_because: str,
-        trying_out: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.model, self.optimizers, self.budget_bytes, self.host = model, optimizers, budget_bytes, host
         self.options, self.gradients, self.whole_because = options, gradients, whole_because
-        self._trying_out = trying_out
+        self.planning = False
+
+    @contextmanager
+    def trying_out(self) -> Iterator[None]:
+        """Around everything that calls a step without its result being wanted."""
+        before, self.planning = self.planning, True
+        try:
+            yield
+        finally:
+            self.planning = before
 
     def make(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         """Choose, of the plans that fit and are nearly the fastest, the one that moves least; see :func:`search_plan`.
@@ -151,8 +147,8 @@ class StepPlanner:
         Raises:
             BudgetError: the budget is below the floor.
         """
-        dry = self._dry(step, batch, samples)
-        with preserve_state(self.model, step):
+        dry, saved = self._dry(step, batch, samples), preserve_state(self.model, step)
+        with saved:
             memory = StepMemory(dry, (samples,))
             plain = memory.plain
             if plain is not None and _SPACIOUS * plain.peak_bytes <= self.budget_bytes:
@@ -164,15 +160,16 @@ class StepPlanner:
         stages = PlanningStages(self.options.say, probed=probes, timed=timed)
         certificate = None
         if self.options.sub_batches and samples > 1:
-            certificate = self._certify(step, batch, None, probed, plain, stages.probe)
+            begin = partial(stages.begin, PROBING)
+            certificate = self.certify(step, batch, samples=probed, plain=plain, begin=begin)
         separable = certificate is not None and certificate.separable
-        with preserve_state(self.model, step):
+        with saved:
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
             # with ghost statistics 3: then equal parts have 2, and with them a variance
             smallest = 3 if self.options.batchnorm == "ghost" else 1
             sizes = part_sizes(samples, smallest) if separable else (samples,)
-            memory = memory.with_sizes(sizes, StepCosts(), check=True)
-            stages.least()
+            memory = StepMemory(dry, sizes, check=True, earlier=memory)
+            stages.begin(_LEAST)
             least = least_costs(dry, self.host, memory.sub_batches[0], plain)
             memory = memory.with_least(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
             try:
@@ -180,14 +177,18 @@ class StepPlanner:
             except BudgetError:
                 fewer = self._fewer(certificate)
                 raise memory.floor.refusal(self.budget_bytes, fewer) from None
-            stages.costs()
+            stages.begin(_MEASURING if timed else _COUNTING)
             costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
             memory = memory.with_costs(costs)
-            stages.search()
-            reported = self._told(trial, stages) if timed else None
-            choice = search_plan(dry, self.budget_bytes, memory=memory, trial=reported)
+            stages.begin(_SEARCHING)
+
+            def tried_ms(choice: PlanChoice) -> float | None:
+                stages.trial(choice.plan)
+                return trial.step_ms(choice)
+
+            choice = search_plan(dry, self.budget_bytes, memory=memory, trial=tried_ms if timed else None)
         split = choice.plan.sub_batch < samples
-        return PlannedShape(samples, choice, certificate if split else None, memory.costs, _note(memory, trial.note))
+        return PlannedShape(samples, choice, certificate if split else None, _note(memory, trial.note))
 
     def of_saved(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
         """An earlier run's plan, if its step needs no more than it did then, and no more than the budget.
@@ -222,23 +223,13 @@ class StepPlanner:
         among: Certificate | None = None,
         samples: int = _PROBED[1],
         plain: StepProfile | None = None,
+        begin: Callable[[], None] | None = None,
     ) -> Certificate:
-        """Whether sub-batches give the same gradients, by a probe of so many samples."""
-        return self._certify(step, batch, among, samples, plain, lambda: self.options.say(PROBING))
-
-    def _certify(
-        self,
-        step: Step,
-        batch: Any,
-        among: Certificate | None,
-        samples: int,
-        plain: StepProfile | None,
-        begin: Callable[[], None],
-    ) -> Certificate:
+        """Whether sub-batches give the same gradients, by a probe of so many samples; ``begin`` tells that it runs."""
         if self.whole_because:
             return Certificate(None, self.whole_because)
-        begin()
-        with self._trying_out(), preserve_state(self.model, step):
+        (begin or partial(self.options.say, PROBING))()
+        with self.trying_out(), preserve_state(self.model, step):
             return certify(
                 step,
                 batch,
@@ -253,7 +244,7 @@ class StepPlanner:
 
     def compared(self, step: Step, batch: Any, certificate: Certificate, sizes: Collection[int]) -> Certificate:
         """The same certificate, if batches of these sizes do what the probed samples do."""
-        with self._trying_out(), preserve_state(self.model, step):
+        with self.trying_out(), preserve_state(self.model, step):
             return compared(
                 step,
                 batch,
@@ -300,13 +291,6 @@ class StepPlanner:
         room = self.budget_bytes - plain.resident_bytes
         return max(_PROBED[0], min(_PROBED[1], room // each))
 
-    def _told(self, trial: PlanTrial, stages: PlanningStages) -> Callable[[PlanChoice], float | None]:
-        def step_ms(choice: PlanChoice) -> float | None:
-            stages.trial(choice.plan)
-            return trial.step_ms(choice)
-
-        return step_ms
-
     def _fewer(self, certificate: Certificate | None) -> str:
         """What keeps fewer samples than a batch has from running at once, and what can be done; empty if nothing."""
         if not self.options.sub_batches:
@@ -321,5 +305,5 @@ class StepPlanner:
 
 
 def _note(memory: StepMemory, *more: str) -> str:
-    unknown = [f"what {name} keeps for itself is not counted" for name in memory.runs.not_run]
+    unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
     return "; ".join(filter(None, (memory.note, *unknown, *more)))

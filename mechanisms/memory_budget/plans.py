@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from retime.foundations.cpu_pool import FreedMemory
 from retime.foundations.measure import PeakWatch
 from retime.foundations.messages import show_bytes
-from retime.foundations.parts import Certificate, Split, key_of, name_of, no_larger, part_lengths, samples_in, sizes_of
+from retime.foundations.parts import Certificate, Split, key_of, name_of, part_lengths, samples_in, sizes_of
 from retime.foundations.preserve_state import CompiledCode
 from retime.foundations.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory_budget.dry_run import everything
@@ -98,24 +98,17 @@ def _watched_process() -> PeakWatch | None:
 Key = tuple[Any, ...]
 
 
-@dataclass(frozen=True, eq=False)
 class BatchRecord:
-    """A batch, with what decides which plan it runs under.
+    """A batch that comes now, with what decides which plan it runs under.
 
     Attributes:
         key: everything of its shape but how many samples it has, and the model as it is.
         sizes: bytes of each of its tensors.
     """
 
-    batch: Any
-    key: Key
-    samples: int
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, batch: Any, model: nn.Module, gradients: str, split: Split) -> BatchRecord:
-        """The record of a batch that comes now."""
-        return cls(batch, key_of(batch, model, gradients), samples_in(batch, split), sizes_of(batch))
+    def __init__(self, batch: Any, model: nn.Module, gradients: str, split: Split) -> None:
+        self.batch, self.key = batch, key_of(batch, model, gradients)
+        self.samples, self.sizes = samples_in(batch, split), sizes_of(batch)
 
     @property
     def name(self) -> str:
@@ -123,8 +116,9 @@ class BatchRecord:
         return name_of(self.key)
 
     def fits(self, samples: int, sizes: tuple[int, ...]) -> bool:
-        """Whether it is no larger than a batch of so many samples and these sizes."""
-        return self.samples <= samples and no_larger(self.sizes, sizes)
+        """Whether it is no larger than a batch of so many samples and these sizes: those of graphs differ in size."""
+        alike = self.samples <= samples and len(self.sizes) == len(sizes)
+        return alike and all(one <= other for one, other in zip(self.sizes, sizes, strict=True))
 
 
 # The plans that batches run under, by what they were made for.
@@ -229,28 +223,6 @@ class PlanCache:
         self._earlier = plans_in(state, made_for)
 
 
-# Whether the step that runs at the moment is only tried out.
-
-
-class PlanningFlag:
-    """Called for a context around everything that calls a step without its result being wanted.
-
-    Attributes:
-        now: such a context is open.
-    """
-
-    def __init__(self) -> None:
-        self.now = False
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        before, self.now = self.now, True
-        try:
-            yield
-        finally:
-            self.now = before
-
-
 # The one :class:`OffloadSavedTensors` of each plan that is in use, and what they all moved.
 
 
@@ -326,7 +298,6 @@ class BatchPlans:
         offloads: Offloads,
         report: BudgetReport,
         compiled: CompiledCode,
-        tried_out: PlanningFlag,
         make_plan: MakePlan,
     ) -> None:
         self.planner, self.book, self.options = planner, PlanCache(), planner.options
@@ -334,8 +305,7 @@ class BatchPlans:
         self._first_step: tuple[BatchRecord, PlannedShape] | None = None
         self._given = None if self.options.plan is None else GivenPlans(self.options.plan, planner)
         self.memory = MemoryLimit(planner.model, planner.optimizers, self.options.hidden_bytes)
-        self._offloads, self._report, self._compiled, self._tried_out = offloads, report, compiled, tried_out
-        self._make_plan = make_plan
+        self._offloads, self._report, self._compiled, self._make_plan = offloads, report, compiled, make_plan
 
     def first_or_plan(self, step: Step, record: BatchRecord, may_stop: bool = True) -> PlannedShape:
         """Plan, or return what the first step of a shape is to run under, which is trained to find out the rest."""
@@ -390,7 +360,7 @@ class BatchPlans:
             "step more often than training does; dry_run='off' does without them"
         )
         self.memory.limit(record.batch, self.planner.budget_bytes)
-        with self._tried_out(), self._compiled.looked_for():
+        with self.planner.trying_out(), self._compiled.looked_for():
             shape = self._with_parts_compared(step, record, self._made_or_taken(step, record))
         if not shape.plain:
             self._compiled.warn()

@@ -17,7 +17,6 @@ import torch
 from retime.foundations.messages import parse_bytes, show_bytes
 from retime.foundations.parts import Certificate
 from retime.foundations.reports import Report, each_because
-from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.offload import OffloadReport
 from retime.mechanisms.memory_budget.search import PlanChoice
 
@@ -124,7 +123,6 @@ class PlannedShape:
     Attributes:
         choice: the plan, its predicted peak and what it was chosen by.
         certificate: whether and how the batch may be split; None where it is not.
-        costs: what was measured; None where a dry run was enough.
         note: why the prediction is not exact; empty if it is.
         source: where the plan comes from, if it was not made now.
         first_step_bytes: that tensors held at most in the first step, where that was trained without a plan; 0 before
@@ -134,7 +132,6 @@ class PlannedShape:
     samples: int
     choice: PlanChoice
     certificate: Certificate | None = None
-    costs: StepCosts | None = None
     note: str = ""
     source: str = ""
     first_step_bytes: int | None = None

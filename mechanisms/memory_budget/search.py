@@ -47,12 +47,12 @@ class PlanChoice:
     """
 
     plan: OffloadPlan
-    in_flight_bytes: int
-    peak_bytes: int
-    step_ms: float
-    plain_ms: float
-    out_bytes: int
-    in_bytes: int
+    in_flight_bytes: int = 0
+    peak_bytes: int = 0
+    step_ms: float = 0.0
+    plain_ms: float = 0.0
+    out_bytes: int = 0
+    in_bytes: int = 0
     floor: MemoryFloor | None = None
     scratch_bytes: int = 0
     spare_bytes: int = 0
@@ -97,7 +97,7 @@ def candidate_plans(memory: StepMemory, budget_bytes: int, plain_ms: float) -> I
         budget_bytes: for the step, without what is to stay free.
     """
     for sub_batch in memory.sub_batches:
-        lives = memory.runs.lifetimes(sub_batch)
+        lives = memory.lifetimes(sub_batch)
         largest = max((one.plain.size.at(sub_batch) for one in lives.passes[0]), default=0)
         room = budget_bytes - memory.costs.scratch(sub_batch)
         for depth in _DEPTHS:
@@ -118,7 +118,7 @@ def smallest_offload(
     Storages are taken by size times the time that they lie idle, as many as are needed; those that turn out not to
     be needed are left out again, the largest first.
     """
-    order = memory.runs.lifetimes(sub_batch).order(sub_batch)
+    order = memory.lifetimes(sub_batch).order(sub_batch)
 
     def fits(numbers: frozenset[int]) -> bool:
         plan = OffloadPlan(sub_batch, numbers, prefetch, len(order))
@@ -144,20 +144,18 @@ def predicted_choice(
     memory: StepMemory, plan: OffloadPlan, in_flight_bytes: int, peak_bytes: int, plain_ms: float
 ) -> PlanChoice:
     """A plan with its predicted times and what it moves; ``peak_bytes`` is what tensors and operations hold."""
-    lives, samples = memory.runs.lifetimes(plan.sub_batch), memory.step.samples
-    out_bytes = lives.saved_bytes(plan.offload, plan.sub_batch)
-    in_bytes = lives.read_bytes(plan.offload, plan.sub_batch)
+    samples, (out_bytes, in_bytes) = memory.step.samples, memory.lifetimes(plan.sub_batch).moved_bytes(plan)
     step_ms = memory.costs.step_ms(samples, plan.sub_batch, out_bytes, in_bytes, ahead=plan.prefetch > 0)
     count = -(-samples // plan.sub_batch)
     scratch = memory.costs.scratch(plan.sub_batch)
-    moved = count * out_bytes, count * in_bytes
     return PlanChoice(
         plan,
         in_flight_bytes,
         peak_bytes + scratch,
         step_ms,
         plain_ms,
-        *moved,
+        count * out_bytes,
+        count * in_bytes,
         scratch_bytes=scratch,
         spare_bytes=memory.costs.spare_bytes,
     )
@@ -171,8 +169,8 @@ def examined(memory: StepMemory, choice: PlanChoice) -> PlanChoice:
     Raises:
         PlanMismatch: the step saves another number of storages.
     """
-    run = memory.runs.exact_run(choice.plan, choice.in_flight_bytes)
-    tensors = max(memory.runs.update_bytes, run.peak_bytes)
+    run = memory.exact_run(choice.plan, choice.in_flight_bytes)
+    tensors = max(memory.update_bytes, run.peak_bytes)
     count = -(-memory.step.samples // choice.plan.sub_batch)
     out_bytes, in_bytes = run.moved_bytes
     return replace(
@@ -243,11 +241,10 @@ def plan_after(samples: int, sizes: Sequence[int], needed_bytes: int | None, bud
             away.append(number)
     moved = sum(sizes[number] for number in away)
     peak_bytes = budget_bytes if needed_bytes is None else needed_bytes + sum(sizes) - moved
-    peak_bytes += 2 * largest if ahead and away else 0
+    in_flight_bytes = largest if ahead and away else 0
+    peak_bytes += 2 * in_flight_bytes
     plan = OffloadPlan(samples, frozenset(away), int(ahead), len(sizes))
-    return PlanChoice(
-        plan, largest if ahead and away else 0, peak_bytes, 0.0, 0.0, moved, moved, tensor_bytes=peak_bytes
-    )
+    return PlanChoice(plan, in_flight_bytes, peak_bytes, out_bytes=moved, in_bytes=moved, tensor_bytes=peak_bytes)
 
 
 # Candidates for a plan run for real, a sub-batch each, because predicted times miss what caches and disks do.
@@ -339,20 +336,17 @@ def search_plan(
     plain_ms = costs.step_ms(step.samples, step.samples, 0, 0)
     memory.require(budget_bytes)
     if memory.plain is not None and step.samples in memory.sub_batches:
-        peak = memory.plain.peak_with(costs.operations) + costs.scratch(step.samples)
+        scratch = costs.scratch(step.samples)
+        peak = memory.plain.peak_with(costs.operations) + scratch
         if peak <= budget_bytes - costs.spare_bytes:
             plan = OffloadPlan(step.samples, saved=len(memory.plain.saved))
-            scratch, spare = costs.scratch(step.samples), costs.spare_bytes
             return PlanChoice(
                 plan,
-                0,
-                peak,
-                plain_ms,
-                plain_ms,
-                0,
-                0,
+                peak_bytes=peak,
+                step_ms=plain_ms,
+                plain_ms=plain_ms,
                 scratch_bytes=scratch,
-                spare_bytes=spare,
+                spare_bytes=costs.spare_bytes,
                 tensor_bytes=memory.plain.peak_bytes,
                 small_bytes=memory.small_bytes(plan),
             )

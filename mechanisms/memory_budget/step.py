@@ -24,20 +24,20 @@ from torch import Tensor, nn
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import parse_bytes
-from retime.foundations.parts import Split, check_choice, loss_of, split_batch
+from retime.foundations.parts import BatchNormChoice, Split, loss_of, split_batch
 from retime.foundations.preserve_state import CompiledCode
 from retime.mechanisms.memory_budget.dry_run import Buckets, Gradients, TooMuchAllocated, check_held
-from retime.mechanisms.memory_budget.first_steps import check_dry_run
+from retime.mechanisms.memory_budget.first_steps import DryRuns
 from retime.mechanisms.memory_budget.offload import HostTier, check_host
 from retime.mechanisms.memory_budget.path_changes import (
     AnotherPath,
-    check_on_shape_change,
+    OnShapeChange,
     warn_of_dropped,
     warn_of_unexamined,
 )
 from retime.mechanisms.memory_budget.plan_files import OtherPlansError, write_plans
 from retime.mechanisms.memory_budget.planner import BudgetOptions, Step, StepPlanner
-from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads, PlanningFlag
+from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads
 from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
 from retime.mechanisms.memory_budget.sub_batches import PlannedBatches, SubBatches
 from retime.schedules.errors import ScheduleError
@@ -101,10 +101,10 @@ class BudgetedStep:
         budget_bytes: int | str,
         host: HostTier,
         *,
-        batchnorm: str = "offload",
+        batchnorm: BatchNormChoice = "offload",
         split: Split = split_batch,
         loss_weight: Callable[[Any], Any] | None = None,
-        on_shape_change: str = "replan",
+        on_shape_change: OnShapeChange = "replan",
         gradients: Gradients = "freed",
         buckets: Buckets = "",
         reduction_bytes: int | str = 0,
@@ -112,17 +112,15 @@ class BudgetedStep:
         may_stop: bool = True,
         whole_because: str = "",
         sub_batches: bool = True,
-        dry_run: str = "auto",
+        dry_run: DryRuns = "auto",
         plan: str | os.PathLike[str] | None = None,
         say: Callable[[str], None] = lambda text: None,
         make_plan: MakePlan | None = None,
     ) -> None:
-        check_on_shape_change(on_shape_change)
-        check_held(gradients, buckets)
         check_host(host)
         budget_bytes = parse_bytes("budget_bytes", budget_bytes)
         options = BudgetOptions(
-            batchnorm=check_choice(batchnorm),
+            batchnorm=batchnorm,
             split=split,
             loss_weight=loss_weight,
             on_shape_change=on_shape_change,
@@ -131,19 +129,16 @@ class BudgetedStep:
             hidden_bytes=hidden_bytes,
             may_stop=may_stop and make_plan is None,
             sub_batches=sub_batches,
-            dry_run=check_dry_run(dry_run),
+            dry_run=dry_run,
             plan=plan,
             say=say,
         )
         self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
         self._options = options
-        self._tried_out, compiled = PlanningFlag(), CompiledCode()
-        self._offloads, self._report = Offloads(host), BudgetReport(budget_bytes)
-        self._planner = StepPlanner(
-            model, self.optimizers, budget_bytes, host, options, gradients, whole_because, self._tried_out
-        )
+        self._offloads, self._report, compiled = Offloads(host), BudgetReport(budget_bytes), CompiledCode()
+        self._planner = StepPlanner(model, self.optimizers, budget_bytes, host, options, gradients, whole_because)
         planned_by_planner, make_plan = make_plan is None, make_plan or StepPlanner.make
-        self._plans = BatchPlans(self._planner, self._offloads, self._report, compiled, self._tried_out, make_plan)
+        self._plans = BatchPlans(self._planner, self._offloads, self._report, compiled, make_plan)
         self._batches = PlannedBatches(self._plans, self._offloads, compiled, self._report, may_stop=planned_by_planner)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -169,9 +164,9 @@ class BudgetedStep:
     def begin(self, step: Step, batch: Any) -> Any:
         """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
         with suppress(TooMuchAllocated, AnotherPath):
-            return self.prepare(step, batch).forward(0)
+            return self._prepared(step, batch).forward(0)
         # Behind an `except`, not in it: its traceback would hold the stopped pass's activations while this one runs.
-        return self.prepare(step, batch).forward(0)
+        return self._prepared(step, batch).forward(0)
 
     def choose(self, step: Step, batch: Any) -> ExecutionMode:
         """Plan if need be; :attr:`parts` are ready unless the batch is to run plainly."""
@@ -185,6 +180,9 @@ class BudgetedStep:
     def prepare(self, step: Step, batch: Any) -> SubBatches:
         """Plan if need be, and cut the batch; nothing of it runs yet."""
         return self._batches.prepare(step, self._record(batch))
+
+    def _prepared(self, step: Step, batch: Any) -> SubBatches:
+        return self.prepare(step, batch)
 
     def finish(self, loss: Tensor, backward: Callable[[Tensor], Any] | None = None) -> Any:
         """Backward pass of the first sub-batch from ``loss``, then all others; returns as :meth:`run`."""
@@ -249,7 +247,7 @@ class BudgetedStep:
     @property
     def planning(self) -> bool:
         """Whether the step that runs at the moment is only tried out: nothing of it is to be kept."""
-        return self._tried_out.now
+        return self._planner.planning
 
     @property
     def gradients(self) -> Gradients:
@@ -312,4 +310,4 @@ class BudgetedStep:
         self.host.close()
 
     def _record(self, batch: Any) -> BatchRecord:
-        return BatchRecord.of(batch, self.model, self.gradients, self._options.split)
+        return BatchRecord(batch, self.model, self.gradients, self._options.split)

@@ -291,11 +291,9 @@ class PlannedBatches:
             if shape.certificate is None:
                 return step(part)
             random = random_state() if self._may_stop else None
-            with paths.watched() as seen:
-                output = step(part)
-                seen.loss = loss_of(output)
+            output = paths.run(step, part)
             if paths.new_at_once and random is not None and self.now is not None and len(self.now) > 1:
-                del output, seen  # there is to be room for what is done next
+                del output  # there is to be room for what is done next
                 set_random_state(random)
                 self._uncount(self.drop())
                 paths.stopped = self.stopped = True

@@ -94,7 +94,7 @@ class FirstLook:
         if not numbers or not all(isinstance(number, Tensor) and number.numel() == 1 for number in numbers):
             return None
         (large, one), (small, two) = zip(self.runs, numbers, strict=True)
-        if not large.operation_of(one).varies:
+        if not large.recorder.operation_of(one).varies:
             return None
         return head_of((large, one), (small, two), (loss_of(large.output), loss_of(small.output)))
 

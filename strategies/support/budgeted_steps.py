@@ -24,21 +24,22 @@ from torch.optim import Optimizer
 
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.messages import show_bytes
-from retime.foundations.parts import Split, check_choice, loss_of, samples_in, split_batch
+from retime.foundations.parts import BatchNormChoice, Split, loss_of, samples_in
+from retime.foundations.parts import split_batch as cut
 from retime.foundations.patching import replaced_attributes
 from retime.mechanisms.memory_budget import (
     AnotherPath,
     BudgetedStep,
     BudgetReport,
+    DryRuns,
     ExecutionMode,
     Gradients,
     NoLossError,
+    OnShapeChange,
     PlannedShape,
     SubBatches,
     TooMuchAllocated,
-    check_dry_run,
     check_host_text,
-    check_on_shape_change,
     parse_budget,
     read_plans,
     write_plans,
@@ -99,15 +100,15 @@ class WholeBatchResults:
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._whole: dict[str, Any] | None = None
         self._result: ClosureResult | None = None
-        taken, note_result = self._take, self._made
+        results = self
 
         class Result(ClosureResult):
             def __post_init__(self) -> None:
                 super().__post_init__()
-                note_result(self)
+                results._result = self
 
             def asdict(self) -> dict[str, Any]:
-                whole = taken()
+                whole, results._whole = results._whole, None
                 return super().asdict() if whole is None else whole
 
         self._loop.output_result_cls = _Results(Result)  # type: ignore[assignment]
@@ -123,13 +124,6 @@ class WholeBatchResults:
 
     def remove(self) -> None:
         self._loop.__dict__.pop("output_result_cls", None)
-
-    def _made(self, result: ClosureResult) -> None:
-        self._result = result
-
-    def _take(self) -> dict[str, Any] | None:
-        whole, self._whole = self._whole, None
-        return whole
 
 
 class _Results:
@@ -163,19 +157,16 @@ class Budgeted(LightningOnly, Strategy):
         self,
         budget: int | str = "90%",
         host: str | None = None,
-        batchnorm: str = "offload",
-        on_shape_change: str = "replan",
+        batchnorm: BatchNormChoice = "offload",
+        on_shape_change: OnShapeChange = "replan",
         split_batch: Split | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
-        dry_run: str = "auto",
+        dry_run: DryRuns = "auto",
         plan: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        check_choice(batchnorm)
-        check_dry_run(dry_run)
         if plan is not None:
             read_plans(plan)  # what is wrong with it shows here; what it was made for, before the first step
-        check_on_shape_change(on_shape_change)
         check_host_text(host)
         of_device = isinstance(budget, str) and budget.strip().endswith("%")  # which is known later
         parse_budget(budget, None if of_device else kwargs.get("device"))
@@ -186,8 +177,10 @@ class Budgeted(LightningOnly, Strategy):
             "on_shape_change": on_shape_change,
             "dry_run": dry_run,
             "plan": plan,
+            "loss_weight": loss_weight,
         }
-        self._split, self._loss_weight = split_batch, loss_weight
+        self.split: Split = split_batch or cut
+        """How batches are cut."""
         self._step: BudgetedStep | None = None
         self._log: PartLog | None = None
         self._results: WholeBatchResults | None = None
@@ -225,7 +218,6 @@ class Budgeted(LightningOnly, Strategy):
         self._step = self._make_step(
             module,
             split=self.split,
-            loss_weight=self._loss_weight,
             gradients=gradients_in(trainer),
             say=lambda text: rank_zero_info(f"retime: {text}"),
             **self._options,
@@ -305,12 +297,7 @@ class Budgeted(LightningOnly, Strategy):
         assert module is not None
         parts = step.parts if step is not None else None
         if step is None or parts is None:
-            self.pre_backward(closure_loss)
-            closure_loss = plugin.pre_backward(closure_loss, module)
-            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-            closure_loss = plugin.post_backward(closure_loss, module)
-            self.post_backward(closure_loss)
-            return closure_loss
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self._log is not None
         assert self._results is not None
         accumulated = module.trainer.accumulate_grad_batches
@@ -379,11 +366,6 @@ class Budgeted(LightningOnly, Strategy):
             raise ValueError(f"save_plan({str(path)!r}): nothing is planned before the first batch of a fit")
         if self.is_global_zero:
             write_plans(path, plans)
-
-    @property
-    def split(self) -> Split:
-        """How batches are cut."""
-        return self._split or split_batch
 
     def planned(self, batch: Any) -> PlannedShape | None:
         """What was decided for batches like this one; None before that, and after the fit."""

@@ -48,8 +48,8 @@ def test_the_floor_of_a_step_that_fits_has_stages_too(capsys: pytest.CaptureFixt
 def test_stages_are_counted_and_nothing_is_estimated(probed: bool, timed: bool) -> None:
     lines: list[str] = []
     stages = PlanningStages(lines.append, probed=probed, timed=timed)
-    for begin in [stages.probe] * probed + [stages.least, stages.costs, stages.search]:
-        begin()
+    for text in ["finding out"] * probed + ["what is needed", "what it costs", "which plan"]:
+        stages.begin(text)
     for number in range(MOST_TRIALS if timed else 0):
         stages.trial(OffloadPlan(number + 1))
     found = [STAGE.fullmatch(line) for line in lines]

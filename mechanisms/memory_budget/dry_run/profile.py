@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 
 from retime.mechanisms.memory_budget.dry_run.trace import FOREVER, Operation, Trace, TracedStorage
 from retime.schedules.budget import STAYS, Block, BlockKind, GraphTask, OffloadPlan, Phase, TaskGraph
@@ -28,23 +29,6 @@ class Size:
     def at(self, samples: int) -> int:
         """Bytes with so many samples."""
         return max(0, round(self.fixed + self.sample * samples))
-
-
-@dataclass(frozen=True)
-class SavedStorage:
-    """One storage that a forward pass saved for its backward pass.
-
-    Attributes:
-        number: its ordinal in an :class:`OffloadPlan`.
-        made: index of the operation that made it.
-        freed: index of the last operation it lived through.
-    """
-
-    number: int
-    nbytes: int
-    layer: str
-    made: int
-    freed: int
 
 
 @dataclass(frozen=True)
@@ -80,9 +64,10 @@ class StepProfile:
 
     def held_bytes(self, smallest: int = 0) -> list[int]:
         """What tensors hold during each operation; of those that the step makes only such of so many bytes or more."""
-        steps = [0] * (len(self.trace.operations) + 1)
+        end = len(self.trace.operations) - 1
+        steps = [0] * (end + 2)
         for storage in self.trace.storages:
-            born, dies = max(storage.born, 0), min(storage.dies, self._end)
+            born, dies = max(storage.born, 0), min(storage.dies, end)
             if dies >= born and (storage.born < 0 or storage.nbytes >= smallest):
                 steps[born] += storage.nbytes
                 steps[dies + 1] -= storage.nbytes
@@ -90,14 +75,10 @@ class StepProfile:
 
     def peak_with(self, scratch: Mapping[tuple[Phase, str, str], Size], smallest: int = 0) -> int:
         """The peak with what operations allocate for themselves, by their kind; ``smallest`` as above."""
-        none = Size(0)
-        return max(
-            0 if smallest else self.peak_bytes,
-            *(
-                nbytes + scratch.get((operation.phase, operation.layer, operation.name), none).at(self.plan.sub_batch)
-                for nbytes, operation in zip(self.held_bytes(smallest), self.trace.operations, strict=True)
-            ),
-        )
+        own = {kind: size.at(self.plan.sub_batch) for kind, size in scratch.items()}
+        pairs = zip(self.held_bytes(smallest), self.trace.operations, strict=True)
+        least = 0 if smallest else self.peak_bytes
+        return max(least, *(nbytes + own.get(operation.kind, 0) for nbytes, operation in pairs))
 
     @cached_property
     def bytes_by_kind(self) -> dict[BlockKind, int]:
@@ -116,14 +97,13 @@ class StepProfile:
         return sum(self.bytes_by_kind.values())
 
     @cached_property
-    def saved(self) -> tuple[SavedStorage, ...]:
-        """Storages of the first forward pass, by number."""
-        by_number = {}
-        for storage in self.trace.storages:
-            if storage.number is not None and storage.forward_pass == 0 and not storage.restored:
-                by_number[storage.number] = SavedStorage(
-                    storage.number, storage.nbytes, self._layer(storage), storage.born, min(storage.dies, self._end)
-                )
+    def saved(self) -> tuple[TracedStorage, ...]:
+        """Storages that the first forward pass saved for its backward pass, by number."""
+        by_number = {
+            storage.number: storage
+            for storage in self.trace.storages
+            if storage.number is not None and storage.forward_pass == 0 and not storage.restored
+        }
         return tuple(by_number[number] for number in sorted(by_number))
 
     @property
@@ -143,20 +123,13 @@ class StepProfile:
         at = self.trace.peak_at
         if not 0 <= at < len(self.trace.operations):
             return LargestTask("the batch", "the model", "forward", self.peak_bytes)
-        operation: Operation = self.trace.operations[at]
+        operation = self.trace.operations[at]
         moving = sum(
             storage.nbytes
             for storage in self.trace.storages
             if storage.born <= at <= storage.dies and storage.kind not in STAYS
         )
         return LargestTask(operation.name, operation.layer, operation.phase.value, moving)
-
-    @property
-    def _end(self) -> int:
-        return len(self.trace.operations) - 1
-
-    def _layer(self, storage: TracedStorage) -> str:
-        return self.trace.operations[storage.born].layer if 0 <= storage.born <= self._end else ""
 
 
 # Peaks under any plan from two dry runs: when each saved storage lives if it stays, and when if it leaves.
@@ -242,6 +215,8 @@ class Lifetimes:
         }
         self.second = plain.trace.starts[1] if len(plain.trace.starts) > 1 else self.operations
         self._still: dict[tuple[int, int], list[int]] = {}
+        self._scratch: Mapping[tuple[Phase, str, str], Size] = {}
+        self._own: dict[tuple[int, int], list[int]] = {}
         self.passes = [self._saved(index, plain, away, by_number) for index in range(len(plain.trace.saves))]
 
     def peak_bytes(
@@ -265,12 +240,8 @@ class Lifetimes:
                 self._add(steps, life, sizes)
         if not scratch:
             return max(accumulate(steps))
-        extra = [{kind: size.at(samples) for kind, size in scratch.items()} for samples in sizes]
         # No operation is at the last entry, after the end of the step.
-        return max(
-            nbytes + extra[at >= self.second].get(kind, 0)
-            for at, (nbytes, kind) in enumerate(zip(accumulate(steps), self.kinds, strict=False))
-        )
+        return max(map(add, accumulate(steps), self._own_bytes(scratch, sizes)))
 
     def order(self, samples: int) -> list[int]:
         """Numbers of saved storages, those first that free most bytes for the longest time."""
@@ -281,15 +252,11 @@ class Lifetimes:
 
         return [one.number for one in sorted(self.passes[0], key=gain)] if self.passes else []
 
-    def saved_bytes(self, numbers: Iterable[int], samples: int) -> int:
-        """Size of these saved storages of one sub-batch."""
-        chosen = set(numbers)
-        return sum(one.plain.size.at(samples) for one in self.passes[0] if one.number in chosen)
-
-    def read_bytes(self, numbers: Iterable[int], samples: int) -> int:
-        """What of these comes back in one sub-batch: some come back twice."""
-        chosen = set(numbers)
-        return sum(one.plain.size.at(samples) * len(one.restored) for one in self.passes[0] if one.number in chosen)
+    def moved_bytes(self, plan: OffloadPlan) -> tuple[int, int]:
+        """Bytes that a plan moves to the host and back in one sub-batch: some come back twice."""
+        away = [one for one in self.passes[0] if one.number in plan.offload]
+        sizes = [one.plain.size.at(plan.sub_batch) for one in away]
+        return sum(sizes), sum(size * len(one.restored) for size, one in zip(sizes, away, strict=True))
 
     def _life(self, storage: TracedStorage, size: Size) -> Life:
         return Life(size, max(storage.born, 0), min(storage.dies, self.operations - 1))
@@ -322,6 +289,15 @@ class Lifetimes:
             for life in (*self.unsaved, *(one.plain for saved in self.passes for one in saved)):
                 self._add(steps, life, sizes)
         return steps
+
+    def _own_bytes(self, scratch: Mapping[tuple[Phase, str, str], Size], sizes: tuple[int, int]) -> list[int]:
+        """Return what each operation allocates for itself; many plans are asked about with the same ``scratch``."""
+        if self._scratch is not scratch:
+            self._scratch, self._own = scratch, {}
+        if sizes not in self._own:
+            extra = [{kind: size.at(samples) for kind, size in scratch.items()} for samples in sizes]
+            self._own[sizes] = [extra[at >= self.second].get(kind, 0) for at, kind in enumerate(self.kinds)]
+        return self._own[sizes]
 
     def _add(self, steps: list[int], life: Life, sizes: tuple[int, int], sign: int = 1) -> None:
         if life.dies >= life.born:
@@ -386,6 +362,10 @@ def _released(leaving: list[SavedLife], samples: int, limit: int) -> dict[int, i
 # The task and data flow graph of a profiled step (moDNN, section 3.2), with sizes as functions of the batch size.
 
 
+_LETTERS = dict(zip(BlockKind, ("x", "a", "g", "w", "dw", "s"), strict=True))
+"""Of inputs, activations, gradients, weights, their gradients and states, as blocks are named."""
+
+
 def task_graph(small: StepProfile, large: StepProfile, *checks: StepProfile) -> TaskGraph:
     """One task an operation, one block a storage; each size is fixed bytes and bytes a sample.
 
@@ -418,11 +398,11 @@ def task_graph(small: StepProfile, large: StepProfile, *checks: StepProfile) -> 
         for profile in profiles:
             got = profile.trace.storages[index].nbytes
             # Rounding by the allocator moves a size by less than one of its steps.
-            if fixed < 0 or slope < 0 or abs(fixed + slope * profile.samples - got) > _tolerance(got):
+            if fixed < 0 or slope < 0 or abs(fixed + slope * profile.samples - got) > max(512.0, 1e-6 * got):
                 sizes = ", ".join(f"{p.trace.storages[index].nbytes} at {p.samples}" for p in profiles)
                 layer = first.trace.operations[low.born].layer if low.born >= 0 else "before the step"
                 raise ScheduleError(f"a storage made in {layer} does not grow by the sample: bytes {sizes}")
-        name = f"{_letter(_kind(low))}{index}"
+        name = f"{_LETTERS[_kind(low)]}{index}"
         names.append(name)
         blocks[name] = Block(name, _kind(low), fixed, slope)
     tasks = [
@@ -461,18 +441,3 @@ def _kind(storage: TracedStorage) -> BlockKind:
     if storage.kind in STAYS and storage.born >= 0 and storage.dies != FOREVER:
         return BlockKind.GRADIENT  # came and went: it only passed through
     return storage.kind
-
-
-def _letter(kind: BlockKind) -> str:
-    return {
-        BlockKind.INPUT: "x",
-        BlockKind.ACTIVATION: "a",
-        BlockKind.GRADIENT: "g",
-        BlockKind.WEIGHT: "w",
-        BlockKind.WEIGHT_GRADIENT: "dw",
-        BlockKind.STATE: "s",
-    }[kind]
-
-
-def _tolerance(nbytes: int) -> float:
-    return max(512.0, 1e-6 * nbytes)

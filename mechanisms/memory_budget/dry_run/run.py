@@ -253,57 +253,102 @@ class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-# One traced run of a step under a plan: what is there before, forward and backward passes, the update.
+# Runs of a step on stand-ins, traced under a plan or untraced: forward and backward passes, the update.
 
 _WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
-class TracedStep:
-    """Runs a step, on stand-ins that are in their places, under a tracer.
+def loss_in(output: Any) -> Tensor:
+    """The scalar to differentiate; one that is returned as such needs no operation."""
+    return output if isinstance(output, Tensor) and output.dim() == 0 else loss_of(output)
+
+
+def ignore_mismatch(mismatch: PlanMismatch) -> None:
+    """A plan that is for another number of saved storages is followed as far as it goes."""
+
+
+class DryRun:
+    """Stand-ins for all that a step changes, made once for many runs.
 
     Args:
-        mode: makes fake tensors; None where the run is real.
+        real: stand-ins are copies; see :func:`profile_step`.
+        host: where real runs offload to; by default plain CPU memory.
+        in_place: real runs read the model's own parameters instead of copies. For steps that do not write into them.
+        own_batch: real runs get a copy of the batch. False for steps that do not write into it.
+
+    Attributes:
+        not_run: see :class:`StandInOptimizers`.
     """
 
     def __init__(
         self,
         step: TrainingStep,
-        batch: Any,
-        optimizers: StandInOptimizers,
-        tracer: Tracer,
-        host: HostTier,
-        mode: DryMode | None,
+        *,
+        real: bool = False,
+        host: HostTier | None = None,
+        in_place: bool = False,
+        own_batch: bool = True,
     ) -> None:
-        self._step, self._batch, self._optimizers = step, batch, optimizers
-        self._tracer, self._host, self._mode = tracer, host, mode
+        self.step = step
+        self._offload: OffloadSavedTensors | None = None
+        self._host = host or (HostMemory("cpu") if real else HostNull())
+        self._mode: DryMode | None = None
+        self._replacement = aliases() if in_place else copies()
+        if not real:
+            self._mode = DryMode()
+            self._replacement = fake(self._mode)
+        self._batch = self._replacement.batch(step.batch) if own_batch or not real else step.batch
+        with self._staged():
+            self._optimizers = StandInOptimizers(step, self._replacement)
+            self.not_run = self._optimizers.not_run
+            self._outside, self._watched = ExternalTensors(self._replacement.stand_ins), False
+            with self._mode or nullcontext(), self._outside.put_back_after():
+                self._optimizers.complete(self._reached)
 
-    def run(self, plan: OffloadPlan, in_flight_bytes: int, *, compare: bool, update: bool, as_cut: bool) -> None:
-        """Trace the step; arguments as for :meth:`~retime.mechanisms.memory_budget.dry_run.run.DryRun.run`.
+    def run(
+        self,
+        plan: OffloadPlan,
+        *,
+        in_flight_bytes: int = 0,
+        compare: bool = True,
+        update: bool = True,
+        meter: Meter | None = None,
+        as_cut: bool = False,
+    ) -> StepProfile:
+        """Trace the step under a plan; see :func:`replay`.
+
+        Args:
+            plan, in_flight_bytes, compare: as there.
+            as_cut: the parts have the sizes with which a batch is cut, nearly equal ones; otherwise all have the
+                plan's size, as is needed to tell what depends on that.
+            update: run the optimizers too; without activations they need the same under every plan.
+            meter: is told about every operation.
 
         Raises:
-            ValueReadError: the step reads a tensor's value.
-            PlanMismatch: the plan is for another number of saved storages.
+            ValueReadError, PlanMismatch: as there.
         """
-        tracer = self._tracer
-        outliving = self._lay_out(plan.sub_batch < self._step.samples)
-        try:
-            with tracer.watch(), tracer:
-                outliving += self._forward_backward(plan, in_flight_bytes, compare, as_cut)
-                if update:
-                    tracer.begin(Phase.UPDATE)
-                    self._optimizers.update()
-        except _WITHOUT_VALUES as error:
-            operations = tracer.trace.operations
-            raise ValueReadError(
-                f"an operation of {operations[-1].layer if operations else 'the model'} cannot be run dry, because "
-                f"what it makes depends on values ({error})"
-            ) from error
-        finally:
-            tracer.finish()
-            del outliving
-            drop_gradients(self._optimizers.trained)
+        tracer = Tracer(self.step.module, meter)
+        with self._staged(), self._running():
+            outliving = self._lay_out(tracer, plan.sub_batch < self.step.samples)
+            try:
+                with tracer.layers.watch(), tracer:
+                    outliving += self._forward_backward(tracer, plan, in_flight_bytes, compare, as_cut)
+                    if update:
+                        tracer.begin(Phase.UPDATE)
+                        self._optimizers.update()
+            except _WITHOUT_VALUES as error:
+                operations = tracer.trace.operations
+                raise ValueReadError(
+                    f"an operation of {operations[-1].layer if operations else 'the model'} cannot be run dry, because "
+                    f"what it makes depends on values ({error})"
+                ) from error
+            finally:
+                tracer.finish()
+                del outliving
+                drop_gradients(self._optimizers.trained)
+        return StepProfile(plan, self.step.samples, tracer.trace)
 
-    def _lay_out(self, parts: bool) -> list[Any]:
+    def _lay_out(self, tracer: Tracer, parts: bool) -> list[Any]:
         """Count what is there before the step: parameters, the batch, optimizer states, perhaps gradients.
 
         Args:
@@ -312,18 +357,17 @@ class TracedStep:
         Returns:
             What of that nobody else holds.
         """
-        module, tracer = self._step.module, self._tracer
+        module = self.step.module
         tracer.add(list(module.parameters()), BlockKind.WEIGHT)
         tracer.trace.parameters = len(tracer.trace.storages)
         tracer.add(list(module.buffers()), BlockKind.WEIGHT)
         tracer.add(self._batch, BlockKind.INPUT)
-        for states in self._optimizers.states:
-            tracer.add(states, BlockKind.STATE)
+        tracer.add(self._optimizers.states, BlockKind.STATE)
         buckets: list[Any] = []
-        if self._step.buckets == "beside" or (self._step.buckets and parts):
+        if self.step.buckets == "beside" or (self.step.buckets and parts):
             buckets = [torch.empty_like(parameter, device="meta") for parameter in self._optimizers.trained]
-        if self._step.reduction_bytes:
-            buckets.append(torch.empty(self._step.reduction_bytes, dtype=torch.uint8, device="meta"))
+        if self.step.reduction_bytes:
+            buckets.append(torch.empty(self.step.reduction_bytes, dtype=torch.uint8, device="meta"))
         tracer.add(buckets, BlockKind.WEIGHT_GRADIENT)
         there = self._optimizers.lasting if self._gradients(parts) == "freed" else self._optimizers.trained
         for parameter in there:
@@ -333,15 +377,17 @@ class TracedStep:
 
     def _gradients(self, parts: bool) -> str:
         """Gradients that are buckets are there at all times."""
-        return "kept" if self._step.buckets == "gradients" and not parts else self._step.gradients
+        return "kept" if self.step.buckets == "gradients" and not parts else self.step.gradients
 
-    def _forward_backward(self, plan: OffloadPlan, in_flight_bytes: int, compare: bool, as_cut: bool) -> list[Any]:
+    def _forward_backward(
+        self, tracer: Tracer, plan: OffloadPlan, in_flight_bytes: int, compare: bool, as_cut: bool
+    ) -> list[Any]:
         """Run them for the first two sub-batches, or for the whole batch.
 
         Returns:
             What training holds to the step's end of what the step returned.
         """
-        step, module, tracer = self._step, self._step.module, self._tracer
+        step, module = self.step, self.step.module
         fixed = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
         on_mismatch = None if compare else ignore_mismatch
         offload = OffloadSavedTensors(
@@ -386,87 +432,13 @@ class TracedStep:
     def _cut(self, first: int, last: int) -> Any:
         """A part of the batch; a hook that reads values gets the real one."""
         try:
-            return self._step.split(self._batch, first, last)
+            return self.step.split(self._batch, first, last)
         except (ValueReadError, *_WITHOUT_VALUES):
             if self._mode is None:
                 raise
             with without_dispatch_modes():
-                part = self._step.split(self._step.batch, first, last)
+                part = self.step.split(self.step.batch, first, last)
             return fake(self._mode).batch(part)
-
-
-def loss_in(output: Any) -> Tensor:
-    """The scalar to differentiate; one that is returned as such needs no operation."""
-    return output if isinstance(output, Tensor) and output.dim() == 0 else loss_of(output)
-
-
-def ignore_mismatch(mismatch: PlanMismatch) -> None:
-    """A plan that is for another number of saved storages is followed as far as it goes."""
-
-
-class DryRun:
-    """Stand-ins for all that a step changes, made once for many runs.
-
-    Args:
-        real: stand-ins are copies; see :func:`profile_step`.
-        host: where real runs offload to; by default plain CPU memory.
-        in_place: real runs read the model's own parameters instead of copies. For steps that do not write into them.
-        own_batch: real runs get a copy of the batch. False for steps that do not write into it.
-    """
-
-    def __init__(
-        self,
-        step: TrainingStep,
-        *,
-        real: bool = False,
-        host: HostTier | None = None,
-        in_place: bool = False,
-        own_batch: bool = True,
-    ) -> None:
-        self.step = step
-        self._offload: OffloadSavedTensors | None = None
-        self._host = host or (HostMemory("cpu") if real else HostNull())
-        self._mode: DryMode | None = None
-        self._replacement = aliases() if in_place else copies()
-        if not real:
-            self._mode = DryMode()
-            self._replacement = fake(self._mode)
-        self._batch = self._replacement.batch(step.batch) if own_batch or not real else step.batch
-        with self._staged():
-            self._optimizers = StandInOptimizers(step, self._replacement)
-            self._outside, self._watched = ExternalTensors(self._replacement.stand_ins), False
-            with self._mode or nullcontext(), self._outside.put_back_after():
-                self._optimizers.complete(self._reached)
-
-    @property
-    def not_run(self) -> list[str]:
-        """Classes of optimizers that cannot be run by themselves, so that their states are not known."""
-        return self._optimizers.not_run
-
-    def run(
-        self,
-        plan: OffloadPlan,
-        *,
-        in_flight_bytes: int = 0,
-        compare: bool = True,
-        update: bool = True,
-        meter: Meter | None = None,
-        as_cut: bool = False,
-    ) -> StepProfile:
-        """Trace the step under a plan; see :func:`replay`.
-
-        Args:
-            plan, in_flight_bytes, compare: as there.
-            as_cut: the parts have the sizes with which a batch is cut, nearly equal ones; otherwise all have the
-                plan's size, as is needed to tell what depends on that.
-            update: run the optimizers too; without activations they need the same under every plan.
-            meter: is told about every operation.
-        """
-        tracer = Tracer(self.step.module, meter)
-        traced = TracedStep(self.step, self._batch, self._optimizers, tracer, self._host, self._mode)
-        with self._staged(), self._running():
-            traced.run(plan, in_flight_bytes, compare=compare, update=update, as_cut=as_cut)
-        return StepProfile(plan, self.step.samples, tracer.trace)
 
     def untraced(
         self, plan: OffloadPlan | None = None, probe: MemoryProbe | None = None, *, in_flight_bytes: int = 0

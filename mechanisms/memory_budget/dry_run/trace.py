@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -91,6 +91,9 @@ class RunningLayer:
 
     Args:
         module: whose layers; its hooks are taken off by :meth:`watch`'s end.
+
+    Attributes:
+        phase: which part of the step runs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -100,11 +103,7 @@ class RunningLayer:
         self._stack: list[str] = []
         self._marks: tuple[list[int], list[str]] = ([], [])  # sequence numbers at which the layer changed, and to what
         self._last_backward_layer = self._root
-        self._phase = Phase.FORWARD
-
-    def begin(self, phase: Phase) -> None:
-        """This part of the step runs from now on."""
-        self._phase = phase
+        self.phase = Phase.FORWARD
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -131,14 +130,14 @@ class RunningLayer:
 
     def _mark(self) -> None:
         """Nodes of the graph are numbered as they are made: remember from which number on this layer makes them."""
-        if self._phase is Phase.FORWARD:
+        if self.phase is Phase.FORWARD:
             numbers, layers = self._marks
             numbers.append(next_sequence_number())
             layers.append(self._stack[-1] if self._stack else self._root)
 
     def name(self) -> str:
         """The name of the layer that runs, or whose backward pass does."""
-        if self._stack or self._phase is not Phase.BACKWARD:
+        if self._stack or self.phase is not Phase.BACKWARD:
             return self._stack[-1] if self._stack else self._root
         node = current_node()
         numbers, layers = self._marks
@@ -257,17 +256,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages while it is entered; also the observer of an :class:`OffloadSavedTensors`.
 
     Args:
-        module: gives operations their layers; its hooks are taken off by :meth:`watch`'s end.
+        module: gives operations their layers.
         meter: is told when operations begin and end.
+
+    Attributes:
+        layers: to be watched meanwhile.
     """
 
     def __init__(self, module: nn.Module, meter: Meter | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._meter = meter
         self.trace = Trace()
-        self.phase = Phase.FORWARD
         self.current_bytes = 0
-        self._layers = RunningLayer(module)
+        self.layers = RunningLayer(module)
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._inside_hook = 0
         self._running = False
@@ -275,8 +276,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self, phase: Phase) -> None:
         """This part of the step runs from now on."""
-        self.phase = phase
-        self._layers.begin(phase)
+        self.layers.phase = phase
 
     # ---- storages
 
@@ -326,7 +326,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         entry = index, weakref.ref(storage, partial(self._gone, storage_address(storage), index))
         self._live[storage_address(storage)] = entry
         self.current_bytes += nbytes
-        if self.phase is Phase.UPDATE:
+        if self.layers.phase is Phase.UPDATE:
             self.trace.update_peak_bytes = max(self.trace.update_peak_bytes, self.current_bytes)
         if self.current_bytes > self.trace.peak_bytes:
             self.trace.peak_bytes, self.trace.peak_at = self.current_bytes, self.now if born >= 0 else -1
@@ -346,12 +346,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current_bytes -= storage.nbytes
 
     def _kind(self) -> BlockKind:
-        kinds = {
-            Phase.FORWARD: BlockKind.ACTIVATION,
-            Phase.BACKWARD: BlockKind.GRADIENT,
-            Phase.UPDATE: BlockKind.GRADIENT,  # temporaries: states are there before the step
-        }
-        return kinds[self.phase]
+        """In an update temporaries are made: states are there before the step."""
+        return BlockKind.ACTIVATION if self.layers.phase is Phase.FORWARD else BlockKind.GRADIENT
 
     # ---- operations
 
@@ -361,13 +357,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is LOCAL_SCALAR_DENSE and self._reads_value(args[0]):
             return 1.0 if args[0].dtype.is_floating_point else 1
-        if func.namespace == "prim":  # a fake tensor is asked for its device
+        # A fake tensor is asked for its device; what comes back is told by restored(), and buffers on the host do not
+        # count; a real tensor's value is read, as in no dry run.
+        if func.namespace == "prim" or self._inside_hook or func is LOCAL_SCALAR_DENSE:
             return func(*args, **kwargs)
-        if self._inside_hook:  # what comes back is told by restored(); buffers on the host do not count
-            return func(*args, **kwargs)
-        if func is LOCAL_SCALAR_DENSE:  # a dry run has none of these
-            return func(*args, **kwargs)
-        layer = self._layers.name()
+        layer = self.layers.name()
         seen = len(self.trace.storages)
         self._running = True
         if self._meter is not None:
@@ -379,17 +373,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # One that nobody told of is a constant that the model holds beside its parameters and buffers.
                 reads.update(dict.fromkeys(self._see(tensor, BlockKind.WEIGHT, born=-1)))
             writes: dict[int, None] = {}
+            mutable = schema_of(func).is_mutable
             # Operations on lists write into the first of them and return nothing.
-            changed = args[:1] if out is None and schema_of(func).is_mutable else ()
+            changed = args[:1] if out is None and mutable else ()
             for tensor in _operands((out, changed)):
                 before = len(self.trace.storages)
-                for index in self._see(tensor, None, self.now):
-                    if index >= before or schema_of(func).is_mutable:
-                        writes[index] = None
+                seen_now = self._see(tensor, None, self.now)
+                writes.update((index, None) for index in seen_now if mutable or index >= before)
         finally:
             self._running = False
         name = func.name().split("::")[-1]
-        operation = Operation(name, layer, self.phase, tuple(reads), tuple(writes))
+        operation = Operation(name, layer, self.layers.phase, tuple(reads), tuple(writes))
         if self._meter is not None:
             self._meter.after(operation, sum(storage.nbytes for storage in self.trace.storages[seen:]))
         self.trace.operations.append(operation)
@@ -403,16 +397,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if type(tensor) is Tensor or type(tensor) is nn.Parameter:
             return False
-        if self.phase is Phase.UPDATE:
+        if self.layers.phase is Phase.UPDATE:
             return True
         raise ValueReadError(
-            f"{self._layers.name()} reads the value of a tensor (item(), float(), bool() or the like) in its "
-            f"{self.phase}, which a dry run without values cannot follow"
+            f"{self.layers.name()} reads the value of a tensor (item(), float(), bool() or the like) in its "
+            f"{self.layers.phase}, which a dry run without values cannot follow"
         )
-
-    def watch(self) -> AbstractContextManager[None]:
-        """Follow which layer runs, by hooks on the module's children."""
-        return self._layers.watch()
 
     # ---- the hooks of an OffloadSavedTensors
 

@@ -31,8 +31,6 @@ class HostMemory:
     :meth:`close` gives back the rest.
     """
 
-    name = "memory"
-
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._pins = has_streams(self._device)
@@ -51,7 +49,7 @@ class HostMemory:
 
     def reserve(self, nbytes: int, storages: int) -> None:
         with self._lock:
-            self._take_back()
+            self._left.see_to()
             available = psutil.virtual_memory().available
             if nbytes > available + self._live:
                 self._release_cached()  # they may be of other sizes than those to come
@@ -64,7 +62,7 @@ class HostMemory:
     def store(self, source: torch.UntypedStorage) -> _MemoryCopy:
         nbytes = source.nbytes()
         with self._lock:
-            self._take_back()
+            self._left.see_to()
             buffer = self._cached.take(nbytes)
             if buffer is None:
                 self._cached.shrink(self._most - self._live - nbytes)
@@ -78,12 +76,12 @@ class HostMemory:
 
     def live_bytes(self) -> int:
         with self._lock:
-            self._take_back()
+            self._left.see_to()
             return self._live
 
     def close(self) -> None:
         with self._lock:
-            self._take_back()
+            self._left.see_to()
             self._release_cached()
 
     def _new(self, nbytes: int) -> Tensor:
@@ -92,9 +90,6 @@ class HostMemory:
                 return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pins)
         except RuntimeError as error:  # the C library, or CUDA, which locks the pages
             raise self._full(f"{nbytes} more bytes beside {self._live} ({str(error).splitlines()[0]})") from error
-
-    def _take_back(self) -> None:
-        self._left.see_to()
 
     def _release(self, copied: _Copied) -> None:
         """The next copy into the buffer runs on the same stream as all that still read it, so it may go at once."""

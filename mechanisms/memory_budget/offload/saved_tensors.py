@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -53,8 +53,18 @@ from retime.schedules.errors import ScheduleError
 
 
 @dataclass
-class OffloadCounts:
-    """Running totals of an :class:`OffloadReport`."""
+class OffloadReport(Report):
+    """What an :class:`OffloadSavedTensors` did in all its forward passes.
+
+    Attributes:
+        passes: forward passes.
+        storages: storages that went to the host.
+        bytes_out, bytes_in: bytes copied to the host and back.
+        bytes_skipped: bytes that copying every saved tensor would have moved once more.
+        stalls: how often the step had to wait for a copy.
+        prefetched: storages that were asked for before they were needed.
+        mismatches: passes that did not fit the plan, of those that were watched to their end.
+    """
 
     passes: int = 0
     storages: int = 0
@@ -63,23 +73,47 @@ class OffloadCounts:
     bytes_skipped: int = 0
     stalls: int = 0
     prefetched: int = 0
+    mismatches: int = 0
+
+    def what_was_done(self) -> list[str]:
+        moved = f"{show_bytes(self.bytes_out)} out and {show_bytes(self.bytes_in)} back"
+        return [f"offload: {self.storages} storages in {self.passes} forward passes, {moved}"]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [f"{self.mismatches} forward passes that did not fit the plan"] if self.mismatches else []
+
+    def what_was_measured(self) -> list[str]:
+        return [
+            f"{self.stalls} waits for a copy, {self.prefetched} storages asked for before they were needed",
+            f"{show_bytes(self.bytes_skipped)} more would move if each saved tensor did",
+        ]
+
+    @classmethod
+    def total(cls, reports: Sequence[OffloadReport]) -> OffloadReport | None:
+        """All of these; None if there are none."""
+        if not reports:
+            return None
+        return cls(*(sum(getattr(report, name) for report in reports) for name in cls.__dataclass_fields__))
 
 
-# Copies to the host that still hold the storages they read.
+# Copies to the host that still hold the storages they read, and those that failed.
 
 
 class InFlight:
     """Sources of copies are let go of in order, and as late as a limit allows.
+
+    Of copies that fail where no error can be raised the first is noted, until it can be.
 
     Args:
         limit_bytes: sources hold so much at most.
         counts: how often a copy had to be waited for is added up there.
     """
 
-    def __init__(self, limit_bytes: int, counts: OffloadCounts) -> None:
+    def __init__(self, limit_bytes: int, counts: OffloadReport) -> None:
         self._limit_bytes, self._counts = limit_bytes, counts
         self._copies: deque[tuple[int, weakref.ref[HostCopy]]] = deque()  # bytes; a copy goes with its record
         self._bytes = 0
+        self._error: HostError | None = None
 
     def add(self, nbytes: int, copy: HostCopy) -> None:
         """A copy has begun; settle the oldest ones until those in flight keep the limit.
@@ -102,6 +136,7 @@ class InFlight:
         Raises:
             HostError: a copy failed.
         """
+        self.raise_noted()
         for _, reference in self._copies:
             copy = reference()
             if copy is not None:
@@ -111,18 +146,8 @@ class InFlight:
         """Forget all of them."""
         self._copies.clear()
 
-
-# A copy that failed where no error can be raised.
-
-
-class LateError:
-    """The first such failure, until it can be raised."""
-
-    def __init__(self) -> None:
-        self._error: HostError | None = None
-
     def note(self, error: HostError) -> None:
-        """A copy failed."""
+        """A copy failed where that cannot be raised."""
         self._error = self._error or error
 
     def raise_noted(self) -> None:
@@ -164,31 +189,13 @@ class SaveObserver(Protocol):
 # in place. With hooks it leaves that to them.
 
 
-class VersionCheck:
-    """Remembers a tensor's version, and keeps its counter but not its storage."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._saved_at = version_of(tensor)
-        self._what = f"{tensor.type()} {list(tensor.shape)}" if not isinstance(tensor, FakeTensor) else ""
-        self._counter: Tensor | None = None
-        if self._what:
-            counter = tensor.detach()  # shares the counter
-            counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # keeps it, and lets the storage go
-            self._counter = counter
-
-    def check(self) -> None:
-        """Raise as autograd does when the tensor was edited in place after it was saved.
-
-        Raises:
-            RuntimeError: it was.
-        """
-        if self._counter is not None and version_of(self._counter) != self._saved_at:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._what}] is at version {version_of(self._counter)}; expected version {self._saved_at} instead. "
-                "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-                "torch.autograd.set_detect_anomaly(True)."
-            )
+def _edited(what: str, version: int, expected: int) -> RuntimeError:
+    """Return autograd's error about a tensor that was edited in place after it was saved."""
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: [{what}] is "
+        f"at version {version}; expected version {expected} instead. Hint: enable anomaly detection to find the "
+        "operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 class ResidentTensor:
@@ -208,11 +215,8 @@ class ResidentTensor:
             RuntimeError: it was edited in place since.
         """
         if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {version_of(self.tensor)}; expected "
-                f"version {self.version} instead."
-            )
+            what = f"{self.tensor.type()} {list(self.tensor.shape)}"
+            raise _edited(what, version_of(self.tensor), self.version)
         return self.tensor
 
 
@@ -249,7 +253,7 @@ class OffloadedStorage:
         self._offload = offload
         self._source = weakref.ref(source)
         self._stays: torch.UntypedStorage | None = None
-        self._restored: Callable[[], torch.UntypedStorage | None] = _nothing
+        self._restored: weakref.ref[torch.UntypedStorage] | None = None
 
     def inherit(self, storage: torch.UntypedStorage) -> None:
         """Nobody else holds the storage: from now on it stays as it is."""
@@ -262,7 +266,7 @@ class OffloadedStorage:
 
     def present(self) -> torch.UntypedStorage | None:
         """The data on the device, if it is there or on its way."""
-        return self._source() or self.retained or self._restored()
+        return self._source() or self.retained or (None if self._restored is None else self._restored())
 
     def fetch(self) -> torch.UntypedStorage:
         """Start to bring the data back into a new storage, and hold that.
@@ -297,18 +301,29 @@ class OffloadedStorage:
 
 
 class OffloadedTensor:
-    """A saved tensor whose storage goes to the host."""
+    """A saved tensor whose storage goes to the host: it keeps the counter of the tensor's versions, not its storage."""
 
-    __slots__ = ("storage", "version", "window")
+    __slots__ = ("_counter", "_version", "_what", "storage", "window")
 
     def __init__(self, storage: OffloadedStorage, tensor: Tensor) -> None:
         self.storage = storage
         self.window = Window.of(tensor)
-        self.version = VersionCheck(tensor)
+        self._version = version_of(tensor)
+        self._what = f"{tensor.type()} {list(tensor.shape)}" if not isinstance(tensor, FakeTensor) else ""
+        self._counter: Tensor | None = None
+        if self._what:
+            counter = tensor.detach()  # shares the counter
+            counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # keeps it, and lets the storage go
+            self._counter = counter
 
+    def check(self) -> None:
+        """Raise as autograd does when the tensor was edited in place after it was saved.
 
-def _nothing() -> None:
-    return None
+        Raises:
+            RuntimeError: it was.
+        """
+        if self._counter is not None and version_of(self._counter) != self._version:
+            raise _edited(self._what, version_of(self._counter), self._version)
 
 
 # Brings offloaded storages back for backward passes, some of them ahead of their use.
@@ -324,7 +339,7 @@ class Restores:
         moved: the storages that move, as they are saved; the list grows meanwhile.
         depth: so many are fetched ahead of their use.
         counts: what is fetched and waited for is added up there.
-        late: errors that cannot be raised in a backward pass.
+        in_flight: is told of errors that cannot be raised in a backward pass.
         observer: is told what is used and fetched.
     """
 
@@ -332,12 +347,12 @@ class Restores:
         self,
         moved: list[weakref.ref[OffloadedStorage]],
         depth: int,
-        counts: OffloadCounts,
-        late: LateError,
+        counts: OffloadReport,
+        in_flight: InFlight,
         observer: SaveObserver | None,
     ) -> None:
         self._moved, self._depth = moved, depth
-        self._counts, self._late, self._observer = counts, late, observer
+        self._counts, self._in_flight, self._observer = counts, in_flight, observer
         self._order: list[weakref.ref[OffloadedStorage]] | None = None  # as the backward pass needs them
         self._place: dict[int, int] = {}  # in that order, by last save
         self._retained: deque[weakref.ref[OffloadedStorage]] = deque()
@@ -410,7 +425,7 @@ class Restores:
         try:
             record.copy.settle()
         except HostError as error:
-            self._late.note(error)
+            self._in_flight.note(error)
 
     def _prefetch(self, record: OffloadedStorage, backward: int) -> None:
         if self._order is None:
@@ -457,7 +472,7 @@ class ForwardPass:
         host: HostTier,
         keep: Iterable[Tensor],
         in_flight_bytes: int,
-        counts: OffloadCounts,
+        counts: OffloadReport,
         observer: SaveObserver | None = None,
     ) -> None:
         self.sizes: list[int] = []
@@ -477,9 +492,8 @@ class ForwardPass:
         # By storage key: the storage (keys are given out again), its number, its record.
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[OffloadedStorage] | None]] = {}
         self._moved: list[weakref.ref[OffloadedStorage]] = []
-        self._late = LateError()
         self._in_flight = InFlight(in_flight_bytes, counts)
-        self._restores = Restores(self._moved, plan.prefetch, counts, self._late, observer)
+        self._restores = Restores(self._moved, plan.prefetch, counts, self._in_flight, observer)
 
     # ---- forward
 
@@ -490,7 +504,7 @@ class ForwardPass:
     def pack(self, tensor: Tensor) -> ResidentTensor | OffloadedTensor:
         """Autograd saves a tensor."""
         with working, self._lock, self._quiet():
-            self._late.raise_noted()
+            self._in_flight.raise_noted()
             if not self._open or graph_task_id() != -1 or not self._concerns(tensor):
                 return ResidentTensor(tensor)
             storage = tensor.untyped_storage()
@@ -517,7 +531,6 @@ class ForwardPass:
         self._keep = set()
         self._at_end = None
         try:
-            self._late.raise_noted()
             self._in_flight.check()
         except BaseException:
             self.abandon()
@@ -544,7 +557,7 @@ class ForwardPass:
             HostError: a copy out failed after the forward pass; the backward pass used the source.
         """
         self._restores.let_go()
-        self._late.raise_noted()
+        self._in_flight.raise_noted()
 
     @property
     def ended(self) -> bool:
@@ -595,15 +608,11 @@ class ForwardPass:
         with self._lock, self._quiet():
             try:
                 record.copy = self._host.store(storage)
-            except HostError as error:
-                self._late.note(error)
-                return
-            self._counts.storages += 1
-            self._counts.bytes_out += record.nbytes
-            try:
+                self._counts.storages += 1
+                self._counts.bytes_out += record.nbytes
                 self._in_flight.add(record.nbytes, record.copy)
-            except HostError as error:  # it holds the source on
-                self._late.note(error)
+            except HostError as error:  # a copy that failed holds its source on
+                self._in_flight.note(error)
 
     # ---- backward
 
@@ -616,7 +625,7 @@ class ForwardPass:
         with working, self._lock, self._quiet():
             if interruptions:
                 raise_interruption()
-            packed.version.check()
+            packed.check()
             record = packed.storage
             backward = graph_task_id()
             storage = self._restores.storage(record, backward)
@@ -638,16 +647,13 @@ class PlanMismatch(ScheduleError):  # noqa: N818  # callbacks take it as news, n
     Attributes:
         saved: how many storages it saved.
         planned: how many the plan has.
-        saved_bytes, planned_bytes: their sizes altogether; ``planned_bytes`` is 0 where the plan's maker gave none.
     """
 
-    def __init__(self, saved: int, planned: int, saved_bytes: int, planned_bytes: int) -> None:
+    def __init__(self, saved: int, planned: int) -> None:
         self.saved, self.planned = saved, planned
-        self.saved_bytes, self.planned_bytes = saved_bytes, planned_bytes
-        sizes = f" of {saved_bytes} bytes, not {planned_bytes}" if planned_bytes else ""
         super().__init__(
-            f"the forward pass saved {saved} storages{sizes}, but its plan has {planned}: the batch has another shape, "
-            "or the model took another way. Make a plan for this shape, or bring all batches to one shape"
+            f"the forward pass saved {saved} storages, but its plan has {planned}: the batch has another shape, or the "
+            "model took another way. Make a plan for this shape, or bring all batches to one shape"
         )
 
 
@@ -663,50 +669,6 @@ class NoHooksError(RuntimeError):
             "nothing can be offloaded, because the forward pass calls torch.func.grad, vjp, jacrev or hessian, which "
             "do not run under saved-tensor hooks"
         )
-
-
-@dataclass(frozen=True)
-class OffloadReport(Report):
-    """What an :class:`OffloadSavedTensors` did in all its forward passes.
-
-    Attributes:
-        passes: forward passes.
-        storages: storages that went to the host.
-        bytes_out, bytes_in: bytes copied to the host and back.
-        bytes_skipped: bytes that copying every saved tensor would have moved once more.
-        stalls: how often the step had to wait for a copy.
-        prefetched: storages that were asked for before they were needed.
-        mismatches: passes that did not fit the plan, of those that were watched to their end.
-    """
-
-    passes: int
-    storages: int
-    bytes_out: int
-    bytes_in: int
-    bytes_skipped: int
-    stalls: int
-    prefetched: int
-    mismatches: int
-
-    def what_was_done(self) -> list[str]:
-        moved = f"{show_bytes(self.bytes_out)} out and {show_bytes(self.bytes_in)} back"
-        return [f"offload: {self.storages} storages in {self.passes} forward passes, {moved}"]
-
-    def what_stayed_plain(self) -> list[str]:
-        return [f"{self.mismatches} forward passes that did not fit the plan"] if self.mismatches else []
-
-    def what_was_measured(self) -> list[str]:
-        return [
-            f"{self.stalls} waits for a copy, {self.prefetched} storages asked for before they were needed",
-            f"{show_bytes(self.bytes_skipped)} more would move if each saved tensor did",
-        ]
-
-    @classmethod
-    def total(cls, reports: Sequence[OffloadReport]) -> OffloadReport | None:
-        """All of these; None if there are none."""
-        if not reports:
-            return None
-        return cls(*(sum(getattr(report, name) for report in reports) for name in cls.__dataclass_fields__))
 
 
 @checked
@@ -732,7 +694,6 @@ class OffloadSavedTensors:
         in_flight_bytes: storages that a copy still reads may hold that much memory after the model has let go of them,
             which is when it begins. 0 waits for every copy. They are let go of in order and as late as this allows, so
             that the peak does not depend on the disk's mood.
-        planned_bytes: size of all storages that the plan was made for; 0 where it is not known.
         on_mismatch: called with the error when a pass that was watched to its end does not fit the plan; without it the
             error is raised at the end of the forward pass.
         observer: is told what is saved and used, for a profile.
@@ -747,13 +708,11 @@ class OffloadSavedTensors:
     host: HostTier
     keep: Iterable[Tensor] = ()
     in_flight_bytes: int | str = 0
-    planned_bytes: int | str = 0
     on_mismatch: Callable[[PlanMismatch], None] | None = None
     observer: SaveObserver | None = None
-    _counts: OffloadCounts = field(default_factory=OffloadCounts, init=False)
+    _counts: OffloadReport = field(default_factory=OffloadReport, init=False)
     _pass: ForwardPass | None = field(default=None, init=False)
     _hooks: torch.autograd.graph.saved_tensors_hooks | None = field(default=None, init=False)
-    _mismatches: int = field(default=0, init=False)
     _entered: bool = field(default=False, init=False)
     _planned: int = field(default=0, init=False)
     _tail: int | None = field(default=None, init=False)
@@ -764,7 +723,6 @@ class OffloadSavedTensors:
     def __post_init__(self) -> None:
         check_host(self.host)
         self.in_flight_bytes = parse_bytes("in_flight_bytes", self.in_flight_bytes, least=0)
-        self.planned_bytes = parse_bytes("planned_bytes", self.planned_bytes, least=0)
         self._planned = 1 + max(self.plan.offload, default=-1)
 
     def __enter__(self) -> OffloadSavedTensors:
@@ -833,26 +791,14 @@ class OffloadSavedTensors:
 
     def report(self) -> OffloadReport:
         """What was moved so far."""
-        counts = self._counts
-        return OffloadReport(
-            passes=counts.passes,
-            storages=counts.storages,
-            bytes_out=counts.bytes_out,
-            bytes_in=counts.bytes_in,
-            bytes_skipped=counts.bytes_skipped,
-            stalls=counts.stalls,
-            prefetched=counts.prefetched,
-            mismatches=self._mismatches,
-        )
+        return replace(self._counts)
 
     def _compare(self, sizes: Sequence[int]) -> None:
-        if not self.plan.saved:
+        if self.plan.saved in (0, len(sizes)):
             return
-        if len(sizes) == self.plan.saved and self.planned_bytes in (0, sum(sizes)):
-            return
-        self._mismatches += 1
+        self._counts.mismatches += 1
         self._tail = None
-        mismatch = PlanMismatch(len(sizes), self.plan.saved, sum(sizes), int(self.planned_bytes))
+        mismatch = PlanMismatch(len(sizes), self.plan.saved)
         if self.on_mismatch is None:
             assert self._pass is not None
             self._pass.abandon()

@@ -6,8 +6,7 @@ import errno
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -43,72 +42,6 @@ class Finalizers:
                 self._wills[id(will)].then()
                 del self._wills[id(will)]
             self._due.popleft()
-
-
-# A host tier that counts bytes and keeps no data: for replays of a step with fake tensors.
-
-
-class HostNull:
-    """Takes storages of any device and gives back whatever the memory holds."""
-
-    name = "null"
-
-    def __init__(self) -> None:
-        self._left = Finalizers()
-        self._copies: set[int] = set()
-        self._live = 0
-
-    def takes(self, device: torch.device) -> bool:
-        return True
-
-    def reserve(self, nbytes: int, storages: int) -> None:
-        """There is always space."""
-
-    def store(self, source: torch.UntypedStorage) -> _NullCopy:
-        self._left.see_to()
-        copy = _NullCopy(self, source)
-        self._live += copy.nbytes
-        self._copies.add(id(copy))
-        self._left.when_gone(copy, partial(self._release, id(copy), copy.nbytes))
-        return copy
-
-    def live_bytes(self) -> int:
-        self._left.see_to()
-        return self._live
-
-    def _release(self, copy: int, nbytes: int) -> None:
-        if copy in self._copies:
-            self._copies.remove(copy)
-            self._live -= nbytes
-
-    def close(self) -> None:
-        pass
-
-
-class _NullCopy:
-    def __init__(self, host: HostNull, source: torch.UntypedStorage) -> None:
-        self.nbytes = source.nbytes()
-        self._host = host
-        self._source: torch.UntypedStorage | None = source  # as a real copy does until it has ended
-
-    def settle(self) -> bool:
-        self._source = None
-        return False
-
-    def check(self) -> None:
-        pass
-
-    def load(self, into: torch.UntypedStorage) -> _NullLoading:
-        return _NullLoading()
-
-    def free(self) -> None:
-        self._source = None
-        self._host._release(id(self), self.nbytes)
-
-
-class _NullLoading:
-    def wait(self) -> bool:
-        return False
 
 
 class HostError(OSError):
@@ -162,8 +95,6 @@ class HostCopy(Protocol):
 class HostTier(Protocol):
     """Holds storages that left the device."""
 
-    name: str
-
     def takes(self, device: torch.device) -> bool:
         """Whether storages on that device can be moved here."""
 
@@ -183,32 +114,61 @@ class HostTier(Protocol):
             HostError: there is no space.
         """
 
-    def live_bytes(self) -> int:
-        """Bytes of all live copies: those that were not freed."""
-
     def close(self) -> None:
         """Give back space, threads and files. Doing so twice is harmless."""
 
 
-class HostNone:
-    """Takes nothing: for steps under which no saved-tensor hooks can be, so that nobody knows what they save."""
+# Host tiers that keep no data.
 
-    name = "none"
+
+class HostNull:
+    """For replays of a step with fake tensors: takes storages of any device, gives back whatever the memory holds."""
+
+    def takes(self, device: torch.device) -> bool:
+        return True
+
+    def reserve(self, nbytes: int, storages: int) -> None:
+        """There is always space."""
+
+    def store(self, source: torch.UntypedStorage) -> _NullCopy:
+        return _NullCopy(source)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _NullCopy:
+    def __init__(self, source: torch.UntypedStorage) -> None:
+        self.nbytes = source.nbytes()
+        self._source: torch.UntypedStorage | None = source  # as a real copy does until it has ended
+
+    def settle(self) -> bool:
+        self._source = None
+        return False
+
+    def check(self) -> None:
+        pass
+
+    def load(self, into: torch.UntypedStorage) -> _NullLoading:
+        return _NullLoading()
+
+    def free(self) -> None:
+        self._source = None
+
+
+class _NullLoading:
+    def wait(self) -> bool:
+        return False
+
+
+class HostNone(HostNull):
+    """Takes nothing: for steps under which no saved-tensor hooks can be, so that nobody knows what they save."""
 
     def takes(self, device: torch.device) -> bool:
         return False
 
-    def reserve(self, nbytes: int, storages: int) -> None:
-        """Nothing comes."""
-
-    def store(self, source: torch.UntypedStorage) -> HostCopy:
+    def store(self, source: torch.UntypedStorage) -> NoReturn:
         raise HostError(errno.ENOSYS, "this step's tensors cannot be offloaded")
-
-    def live_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
 
 
 def check_host(host: object) -> None:

@@ -60,6 +60,7 @@ from retime.mechanisms.memory_budget.separability.probe import (
     Probe,
     Prober,
     Verdict,
+    first_line,
     fitted_error,
     judge,
     loss_difference,
@@ -202,9 +203,9 @@ def _dry_runs(
     parts = [(replacement.batch(batch), samples) for batch, samples in batches]
     kind, runs = partial(_WithoutValues, reads), []
     with mode.open(), stand_ins(model, replacement), torch.random.fork_rng(devices=[]):
-        outside = ExternalTensors(replacement.stand_ins)
+        outside, saved = ExternalTensors(replacement.stand_ins), preserve_state(model, step)
         for part, samples in parts:
-            with preserve_state(model, step), mode, outside.put_back_after():
+            with saved, mode, outside.put_back_after():
                 fix_statistics(model, ghosts)
                 runs.append(record(lambda one: loss_of(step(one)).detach(), part, kind=kind, samples=samples))
     return runs
@@ -243,7 +244,7 @@ def compared(
     except Exception as error:  # whatever a step says to tensors without values
         reason = (
             f"whether the step does the same with {max(sizes)} samples as with {certificate.samples} is not known, as "
-            f"the step does not run without values ({_first_line(error)}); {_WHAT_TO_DO}"
+            f"the step does not run without values ({first_line(error)}); {_WHAT_TO_DO}"
         )
         return Certificate(None, reason, samples=certificate.samples)
     for size, run in zip(wanted, runs, strict=True):
@@ -263,10 +264,6 @@ def compared(
 
 def _known_sizes(certificate: Certificate, sizes: Collection[int]) -> Certificate:
     return replace(certificate, sizes=certificate.sizes | set(sizes))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 def _together(weightings: Sequence[Weighting]) -> str:
@@ -405,11 +402,11 @@ class _Examiner:
             probes: list[Probe] = []
             for number, batch in enumerate(self._batches):
                 names = range(number * self._samples, (number + 1) * self._samples)
-                outcome = prober.probe(batch, names, pairs=1 if number else 2)
-                if outcome.failure:
-                    return Certificate(None, outcome.failure, samples=self._samples)
-                if not number or outcome.probes[0].full.tells:
-                    probes += outcome.probes
+                probe = prober.probe(batch, names, pairs=1 if number else 2)
+                if probe.failure:
+                    return Certificate(None, probe.failure, samples=self._samples)
+                if not number or probe.full.tells:
+                    probes.append(probe)
             head, why, reads = self._look = self._look or self._looked(prober)
             if given is not None:
                 candidates, why = [given], ""
@@ -445,11 +442,11 @@ class _Examiner:
             kind = partial(_ZeroWeights, [], True)
             lifted = prober.probe(self._batches[0], range(self._samples), kind=kind)
         except Exception as error:  # whatever a step says to other numbers than its own
-            reason = f"a term of its loss is multiplied by 0, and it fails where that is another ({_first_line(error)})"
+            reason = f"a term of its loss is multiplied by 0, and it fails where that is another ({first_line(error)})"
             return Certificate(None, reason, samples=self._samples)
         if lifted.failure:
             return Certificate(None, lifted.failure, samples=self._samples)
-        again = _concluded(lifted.probes, candidates, prober.epsilon, self._samples, {}, given=True)
+        again = _concluded([lifted], candidates, prober.epsilon, self._samples, {}, given=True)
         if again.separable:
             return concluded
         reason = f"the loss has a term that is multiplied by 0 now, and where it is not, {again.reason}"
@@ -464,7 +461,7 @@ class _Examiner:
         try:
             kind = partial(_ZeroWeights, self._zeros, False)
             large = record(prober.recorded, batch, kind=kind, samples=counts[0])
-            reads = tuple(one if isinstance(one, bool | int | float) else None for one in large.values)
+            reads = tuple(one if isinstance(one, bool | int | float) else None for one in large.recorder.values)
             small = record(prober.recorded, fewer, kind=Recorder, samples=counts[1])
             self._heads = dict(_heads_of_scalars(large, small))
             altered = record_altered(prober.recorded, batch, large, **further)
@@ -472,17 +469,17 @@ class _Examiner:
         except NotUnderstoodError as error:
             return None, str(error), reads
         except Exception as error:  # whatever a step says to being watched
-            return None, f"its operations cannot be followed ({_first_line(error)})", (None,)
+            return None, f"its operations cannot be followed ({first_line(error)})", (None,)
 
 
 def _heads_of_scalars(large: RecordedRun, small: RecordedRun) -> Iterator[tuple[str, Weighting]]:
     """What numbers that a step returns are of its samples, by place, as far as their operations tell."""
-    few = tensors_of(small.output)
-    for place, tensor in tensors_of(large.output).items():
+    few = tensors_of(small.output, "output")
+    for place, tensor in tensors_of(large.output, "output").items():
         try:
             if not tensor.dim() and place in few:
                 head = head_of((large, tensor), (small, few[place]))
-                yield f"output{place.removeprefix('batch')}", head.weightings[0]
+                yield place, head.weightings[0]
         except (NotUnderstoodError, IndexError):
             continue
 
@@ -508,20 +505,19 @@ def _concluded(
     worst = max(verdicts, key=lambda verdict: verdict.error)
     changed = sorted({name for probe in probes for name in probe.changed_differently(worst.tolerance)})
     if changed:
-        layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in changed))
         reason = (
             f"each forward pass changes {_some(changed)}, so sub-batches would change it several times; offload only"
         )
-        return Certificate(None, reason, layers, worst.error, worst.tolerance, samples)
-    if unknown:
+    elif unknown:
         reason = f"how losses of sub-batches add up cannot be told from the loss: {unknown}; {_WHAT_TO_DO}"
-        return Certificate(None, reason, worst.layers, worst.error, worst.tolerance, samples)
-    if all(verdict.fits for verdict in verdicts):
+    elif all(verdict.fits for verdict in verdicts):
         weighting, *others = candidates
         certificate = Certificate(weighting, "", (), worst.error, worst.tolerance, samples, tuple(others))
         return _with_outputs(certificate, weighting, probes, heads)
-    reason = _why_not(probes, worst, given, samples)
-    return Certificate(None, reason, worst.layers, worst.error, worst.tolerance, samples)
+    else:
+        reason = _why_not(probes, worst, given, samples)
+    layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in changed)) or worst.layers
+    return Certificate(None, reason, layers, worst.error, worst.tolerance, samples)
 
 
 def _with_outputs(

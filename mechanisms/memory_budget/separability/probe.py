@@ -12,38 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retime.foundations.parts import (
-    Recorder,
-    Split,
-    Weighting,
-    loss_of,
-    map_leaves,
-    replaced_tensors,
-    samples_in,
-)
+from retime.foundations.parts import Recorder, Split, Weighting, loss_of, map_leaves, replaced_tensors, samples_in
 from retime.foundations.preserve_state import ScratchModel, seed_all
 from retime.foundations.torch_private.engine import run_backward
-from retime.mechanisms.memory_budget.separability.watch import (
-    NoDropout,
-    SampleNoise,
-    Watch,
-)
-
-__all__ = [
-    "Case",
-    "Outcome",
-    "Probe",
-    "Prober",
-    "Run",
-    "Verdict",
-    "fitted_error",
-    "judge",
-    "loss_difference",
-    "loss_of",
-    "scalar_weightings",
-    "scalars_of",
-]
-
+from retime.mechanisms.memory_budget.separability.watch import NoDropout, SampleNoise, Watch
 
 _SKETCH = 1024
 _BLOCK = 256 * _SKETCH
@@ -92,10 +64,15 @@ class Case:
 
 @dataclass
 class Probe:
-    """One small batch, run whole and in parts of several sizes."""
+    """One small batch, run whole and in parts of several sizes.
+
+    Attributes:
+        failure: why a part did not run to its end; empty if all did.
+    """
 
     full: Run
     cases: list[Case] = field(default_factory=list)
+    failure: str = ""
 
     def changed_differently(self, tolerance: float) -> list[str]:
         """Parameters and buffers that are not the same after the parts as after the whole, but for rounding.
@@ -113,14 +90,6 @@ class Probe:
                 if whole is None or parts is None or not _alike(whole, parts, tolerance):
                     changed.append(name)
         return changed
-
-
-@dataclass
-class Outcome:
-    """The probes that ran to their end, and why one did not."""
-
-    probes: list[Probe]
-    failure: str = ""
 
 
 class Prober:
@@ -144,16 +113,16 @@ class Prober:
         """Probe with samples that modules give unlike values for; None where the step does not run so."""
         self._noise = SampleNoise()
         try:
-            outcome = self.probe(batch, names)
+            probe = self.probe(batch, names)
         except Exception:  # whatever a step says to other values than its own
             return None
         finally:
             self._noise = None
-        return None if outcome.failure else outcome.probes[0]
+        return None if probe.failure else probe
 
     def probe(
         self, batch: Any, names: Sequence[int], pairs: int = 2, kind: Callable[[Any], Recorder] | None = None
-    ) -> Outcome:
+    ) -> Probe:
         """Run the step on a small batch and on uneven parts of it.
 
         Args:
@@ -180,14 +149,12 @@ class Prober:
                 except Exception as error:
                     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
                         raise
-                    return Outcome(
-                        [probe],
-                        f"the step runs on {samples} samples but not on {size} of them "
-                        f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})",
-                    )
+                    why = first_line(error)
+                    probe.failure = f"the step runs on {samples} samples but not on {size} of them ({why})"
+                    return probe
                 start += size
             probe.cases.append(case)
-        return Outcome([probe])
+        return probe
 
     def recorded(self, batch: Any) -> Any:
         """What one run returns, of which only the operations matter."""
@@ -209,11 +176,7 @@ class Prober:
                 return ", ".join(dict.fromkeys(name for _, name in full.counters))
         return ""
 
-    def _run(
-        self,
-        batch: Any,
-        names: Sequence[int],
-    ) -> Run:
+    def _run(self, batch: Any, names: Sequence[int]) -> Run:
         before = self._scratch.numbers()
         seed_all()  # for each part too: the noise of a sample depends on its name and on the draws before
         batch = replaced_tensors(batch, self._copied)  # parts are views, and a step may write into its batch
@@ -234,10 +197,7 @@ class Prober:
         return Run(sketches, loss, scalars, self._scratch.changed(), counters)
 
     def _gradients(
-        self,
-        batch: Any,
-        names: Sequence[int],
-        parameters: list[tuple[str, Tensor, Tensor]],
+        self, batch: Any, names: Sequence[int], parameters: list[tuple[str, Tensor, Tensor]]
     ) -> tuple[Any, dict[str, Tensor], Watch]:
         recorder = nullcontext() if self._kind is None else self._kind(batch)
         noise = nullcontext() if self._noise is None else self._noise.of(names)
@@ -285,6 +245,11 @@ def _backward(loss: Tensor, targets: tuple[Tensor, ...]) -> tuple[Tensor | None,
     """
     arguments = ((loss,), (torch.ones_like(loss),), False, False, targets)
     return tuple(run_backward(*arguments, allow_unreachable=True, accumulate_grad=not targets) or ())
+
+
+def first_line(error: Exception) -> str:
+    """Of what a step says where it fails, with the kind of error."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 def scalars_of(output: Any) -> dict[str, float]:
@@ -395,19 +360,13 @@ def fitted_error(probes: Sequence[Probe]) -> float:
     for probe in probes:
         for case in probe.cases:
             shapes = {name: gradient for run in (probe.full, *case.runs) for name, gradient in run.gradients.items()}
-            names = sorted(shapes)
-            columns = [
-                torch.cat(
-                    [
-                        torch.zeros(0, dtype=torch.float64),
-                        *(run.gradients.get(name, torch.zeros_like(shapes[name])) for name in names),
-                    ]
-                )
-                for run in (probe.full, *case.runs)
-            ]
-            target, matrix = columns[0], torch.stack(columns[1:], 1)
-            if not columns[0].numel():
+            if not shapes:
                 return math.inf
+            target, *columns = (
+                torch.cat([run.gradients.get(name, torch.zeros_like(shapes[name])) for name in sorted(shapes)])
+                for run in (probe.full, *case.runs)
+            )
+            matrix = torch.stack(columns, 1)
             if not (torch.isfinite(matrix).all() and torch.isfinite(target).all()) or not target.norm():
                 return math.inf
             weights = torch.linalg.lstsq(matrix, target[:, None]).solution

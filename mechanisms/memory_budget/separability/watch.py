@@ -28,14 +28,6 @@ from retime.foundations.torch_private.engine import (
     without_dispatch_modes,
 )
 
-__all__ = [
-    "Compared",
-    "NoDropout",
-    "SampleNoise",
-    "Watch",
-]
-
-
 _MOST_SAMPLES = 1000
 
 

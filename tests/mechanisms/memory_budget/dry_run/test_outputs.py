@@ -131,13 +131,13 @@ def test_peaks_for_other_sizes_know_outputs(what: str) -> None:
     model, batch = classifier()
     memory = StepMemory(TrainingStep(model, batch, SAMPLES, returning(model, what)), part_sizes(SAMPLES, 2))
     for sub_batch in memory.sub_batches:
-        for plan in (memory.runs.plan(sub_batch), memory.runs.plan(sub_batch, all_of=True)):
+        for plan in (memory.plan(sub_batch), memory.plan(sub_batch, all_of=True)):
             exact, _ = memory.exact_bytes(plan)
             # What has no entry a sample grows with the number of parts, which is no line over the size of one.
             assert memory.peak_bytes(plan) >= 0.99 * exact
             if what == "logits":
                 assert memory.peak_bytes(plan) <= 1.02 * exact
-    whole, _ = memory.exact_bytes(memory.runs.plan(SAMPLES))
+    whole, _ = memory.exact_bytes(memory.plan(SAMPLES))
     assert memory.floor.bytes > LOGITS if what == "logits" else memory.floor.bytes == whole  # parts would need more
 
 
@@ -153,7 +153,7 @@ def test_real_runs_of_few_samples_know_the_whole_batchs_outputs() -> None:
     memory = StepMemory(TrainingStep(model, batch, SAMPLES, reads), (64, 8, 4))
     exact = replay(TrainingStep(model, batch, SAMPLES, returning(model, "logits")), OffloadPlan(8)).peak_bytes
     assert memory.plain is None
-    assert memory.peak_bytes(memory.runs.plan(8)) == pytest.approx(exact, rel=0.05)
+    assert memory.peak_bytes(memory.plan(8)) == pytest.approx(exact, rel=0.05)
 
 
 def test_a_budget_that_outputs_alone_would_break_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,10 @@ def test_saved_storages_and_layers() -> None:
     step = TrainingStep(model, values, SAMPLES, lambda batch: model(batch).square().sum())
     profile = profile_step(step)
     # Tanh and sigmoid save what they return; the second linear layer and the square save the same storages again.
-    assert [(one.layer, one.nbytes) for one in profile.saved] == [("1", SAMPLES * 24), ("3", SAMPLES * 12)]
-    backward = [op for op in profile.trace.operations if op.phase is Phase.BACKWARD]
+    operations = profile.trace.operations
+    saved = [(operations[one.born].layer, one.nbytes) for one in profile.saved]
+    assert saved == [("1", SAMPLES * 24), ("3", SAMPLES * 12)]
+    backward = [op for op in operations if op.phase is Phase.BACKWARD]
     assert {"tanh_backward": "1", "sigmoid_backward": "3"}.items() <= {op.name: op.layer for op in backward}.items()
     assert {op.layer for op in backward if op.name == "mm"} == {"0", "2"}
 

@@ -18,7 +18,7 @@ import torch
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.memory_budget.offload.disk import Extents, HostDisk
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory, parse_host
-from retime.mechanisms.memory_budget.offload.tier import HostError, HostNull
+from retime.mechanisms.memory_budget.offload.tier import HostError
 from support.time_limits import limit_s
 from support.warm_start import run_program
 
@@ -118,14 +118,6 @@ def test_parse_host(tmp_path: Path) -> None:
         parse_host("disk:", "cpu")
     with pytest.raises(ValueError, match="use host='memory'"):
         parse_host(f"disk:{tmp_path}", "cuda")
-
-
-def test_null_counts_only() -> None:
-    host = HostNull()
-    copy = host.store(storage(10))
-    assert host.live_bytes() == 10
-    copy.free()
-    assert host.live_bytes() == 0
 
 
 def test_places_never_overlap_and_exact_fits_come_first() -> None:

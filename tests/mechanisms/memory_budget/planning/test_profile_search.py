@@ -47,7 +47,7 @@ def test_put_together_peaks_are_those_of_dry_runs() -> None:
     memory = StepMemory(step, part_sizes(SAMPLES))
     chance = random.Random(0)
     for sub_batch in (SAMPLES, 4, 2):
-        saved = memory.runs.plan(sub_batch).saved
+        saved = memory.plan(sub_batch).saved
         for _ in range(4):
             numbers = frozenset(chance.sample(range(saved), chance.randrange(saved)))
             plan = OffloadPlan(sub_batch, numbers, 0, saved)
@@ -112,7 +112,7 @@ def test_a_step_that_reads_values_is_planned_from_real_runs() -> None:
     assert memory.plain is None
     assert "reads the value" in memory.note
     whole = replay(step, OffloadPlan(64), real=True).peak_bytes
-    assert memory.peak_bytes(memory.runs.plan(64)) == pytest.approx(whole, rel=0.02)
+    assert memory.peak_bytes(memory.plan(64)) == pytest.approx(whole, rel=0.02)
     budget = (memory.floor.bytes + whole) // 2
     choice = search_plan(step, budget, memory=memory)
     real = replay(step, choice.plan, in_flight_bytes=choice.in_flight_bytes, real=True)
@@ -129,9 +129,9 @@ def test_a_kernel_that_saves_more_than_it_says_is_noticed() -> None:
     memory = StepMemory(step, (64,), check=True)
     assert memory.plain is None
     assert "saves other storages" in memory.note
-    assert memory.runs.plan(64).saved == len(real.saved)
+    assert memory.plan(64).saved == len(real.saved)
     # oneDNN's work space grows in steps, so one and two samples say only roughly what 64 need.
-    assert memory.peak_bytes(memory.runs.plan(64)) == pytest.approx(real.peak_bytes, rel=0.1)
+    assert memory.peak_bytes(memory.plan(64)) == pytest.approx(real.peak_bytes, rel=0.1)
 
 
 def test_costs_have_units_and_limits() -> None:

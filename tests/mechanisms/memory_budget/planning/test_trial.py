@@ -101,7 +101,7 @@ def test_parts_need_not_divide_the_batch(samples: int, sizes: tuple[int, ...]) -
     memory = StepMemory(step_of(samples=samples), part_sizes(samples))
     assert memory.sub_batches == sizes
     for size in sizes:
-        plan = memory.runs.plan(size)
+        plan = memory.plan(size)
         exact, _ = memory.exact_bytes(plan)
         assert memory.peak_bytes(plan) == pytest.approx(exact, rel=0.02)
 
