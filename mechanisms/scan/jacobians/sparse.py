@@ -177,7 +177,6 @@ class SumOfProducts:
     """
 
     def __init__(self, left_of: Tensor, right_of: Tensor, counts: Tensor) -> None:
-        self.products = left_of.numel()
         self._groups: list[_Group] = []
         self._back: Tensor | None = None
         self._sums = counts.numel()
