@@ -122,11 +122,24 @@ def per_dimension(value: int | Sequence[int], dimensions: int) -> tuple[int, ...
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-class ConvolutionJacobian(LayerJacobian):
-    """Entry (input c, y; output o, x) holds ``weight[o, c, tap]`` for the tap of window x that lies on y.
+class WeightJacobian(LayerJacobian):
+    """Its values are weights, so that all samples share them; weights that are pruned away are no entries."""
 
-    The values depend on the weights alone, so all samples share them, and a weight that is pruned away
-    (`torch.nn.utils.prune`) is no entry.
+    _mask: Tensor | None
+
+    def saved(self, layer: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
+        assert isinstance(layer.weight, Tensor)
+        return (layer.weight.detach(),)
+
+    def still_fits(self, layer: nn.Module) -> bool:
+        one, other = self._mask, mask_of(layer)
+        if one is None or other is None:
+            return one is other
+        return one.device == other.device and torch.equal(one, other)
+
+
+class ConvolutionJacobian(WeightJacobian):
+    """Entry (input c, y; output o, x) holds ``weight[o, c, tap]`` for the tap of window x that lies on y.
 
     Args:
         layer: a plain ``nn.Conv1d``, ``Conv2d`` or ``Conv3d``.
@@ -159,16 +172,9 @@ class ConvolutionJacobian(LayerJacobian):
         self.pattern, order = CsrPattern.from_coordinates(rows, columns, row_of, column_of)
         self._weight_of = weight_of[order]
 
-    def saved(self, layer: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
-        assert isinstance(layer.weight, Tensor)
-        return (layer.weight.detach(),)
-
     def values(self, *saved: Tensor) -> Tensor:
         (weight,) = saved
         return weight.reshape(-1).index_select(0, self._weight_of)[:, None]
-
-    def still_fits(self, layer: nn.Module) -> bool:
-        return same_mask(self._mask, mask_of(layer))
 
     def move(self, device: torch.device) -> None:
         super().move(device)
@@ -191,13 +197,6 @@ def mask_of(layer: nn.Module) -> Tensor | None:
     """The mask by which `torch.nn.utils.prune` prunes ``layer.weight``, or None."""
     mask = getattr(layer, "weight_mask", None)
     return mask.detach().clone() if isinstance(mask, Tensor) else None
-
-
-def same_mask(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether both prune the same weights."""
-    if one is None or other is None:
-        return one is other
-    return one.device == other.device and torch.equal(one, other)
 
 
 # The transposed Jacobians of max-pooling and of average pooling, plain or adaptive.
@@ -342,8 +341,8 @@ def _adaptive(sizes: Sizes, wanted: Any) -> Windows:
 # The transposed Jacobians of linear layers, elementwise functions and reshapes.
 
 
-class LinearJacobian(LayerJacobian):
-    """The transposed weight matrix; weights that are pruned away are no entries. All samples share the values.
+class LinearJacobian(WeightJacobian):
+    """The transposed weight matrix.
 
     Raises:
         UnknownJacobian: the input of a sample is not one vector of ``in_features`` numbers.
@@ -359,17 +358,10 @@ class LinearJacobian(LayerJacobian):
             kept = self._mask.cpu().t().reshape(-1) != 0
             self.pattern, self._kept = self.pattern.only(kept), kept.nonzero()[:, 0]
 
-    def saved(self, layer: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
-        assert isinstance(layer.weight, Tensor)
-        return (layer.weight.detach(),)
-
     def values(self, *saved: Tensor) -> Tensor:
         (weight,) = saved
         flat = weight.t().reshape(-1, 1)
         return flat if self._kept is None else flat.index_select(0, self._kept)
-
-    def still_fits(self, layer: nn.Module) -> bool:
-        return same_mask(self._mask, mask_of(layer))
 
     def move(self, device: torch.device) -> None:
         super().move(device)
