@@ -555,8 +555,8 @@ class OutOfOrderDataParallel:
         report = self._report
         report.blocks, report.k = len(self._deferral.blocks), self.k
         report.bucket_bytes = int(self.model.bucket_bytes_cap)
-        report.deferred_gradients = self._deferral.split.deferred_gradients
-        report.buffered_gradients = self._deferral.split.buffered_gradients
+        report.deferred_gradients = self._passes.deferred_gradients
+        report.buffered_gradients = self._passes.buffered_gradients
         report.layers_in_order = self._deferral.split.layers_in_order
         report.buffered_layers = self._deferral.split.buffered_layers
         fused = self._updates.report()

@@ -280,7 +280,7 @@ class FirstBatch:
                         and all(one is not other for other in answer.given[:number])
                     ]
                 sent = {number: _leaf(given[number]) for number in positions.get(stage, [])}
-                with split.begin(stage):
+                with split.passes.begin(stage):
                     answer = whole(lambda sent=sent: call.resume(sent))
                 edges[stage] = [loss_of(answer.value)] if isinstance(answer, Returned) else answer.given
         finally:
@@ -299,7 +299,7 @@ class FirstBatch:
         self._check_values(edges, surveyed, plan)
         split.watch([root for stage in mine for root in roots[stage]])
         for stage in mine:
-            split.drop(stage)
+            split.passes.drop(stage)
         # a small gradient is computed with the output gradient in any case; nobody waits for its place in a sum
         split.passes.chosen = {layer for layer in split.layers if layer.why_buffered != SMALL}
         owners = self._owners(graphs, plan)

@@ -403,7 +403,7 @@ class RunningStep:
         """
         mine = self._spread.mine
         if 0 not in mine:
-            with self._spread.split.begin((min(mine), 0)):
+            with self._spread.split.passes.begin((min(mine), 0)):
                 self._start(0)
 
     def reads(self, stage: int, batch: int) -> list[TensorKind]:

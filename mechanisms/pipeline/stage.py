@@ -138,7 +138,7 @@ class Stage:
         for tensor, kind in zip(one.received, kinds, strict=True):
             tensor.requires_grad_(kind.requires_grad)
         key = self.stage_index, batch
-        with self._split.begin(key, waits=key in self._waiting):
+        with self._split.passes.begin(key, waits=key in self._waiting):
             one.outputs, one.inputs = self._step.forward(self.stage_index, batch, one.received)
         one.received = []
         self._note("F", batch, start)
@@ -186,7 +186,7 @@ class Stage:
         key = (self.stage_index, batch)
         if key in self._split.passes.in_flight:
             with self._step.backward(*key):
-                self._split.finish_together(key)
+                self._split.passes.finish_together(key)
 
     def _of(self, batch: int) -> _InFlight:
         return self._in_flight.setdefault(batch, _InFlight())

@@ -494,7 +494,7 @@ class PipelineStep:
         finally:
             running.close()
             for key in list(spread.split.passes.in_flight):
-                spread.split.drop(key)
+                spread.split.passes.drop(key)
         self._sums.end()
         self._report.note(stages, plan, place.rank)
         if place.device.type == "cpu" and plan.makespan_ms is not None and spread.times.note(self._report.spans):

@@ -103,7 +103,7 @@ def _compare(
         assert bool(spread.plan.waiting) == (schedule not in CONVENTIONAL)
     if name == "sequential":  # one backward pass where nothing waits
         waits = any(stage in spread.mine for stage, _ in spread.plan.waiting)
-        assert (spread.split.deferred_gradients > 0) == waits
+        assert (spread.split.passes.deferred_gradients > 0) == waits
     pipeline.restore()
     whole = dict(model.named_parameters())
     for parameter_name, value in expected[0][-1][2].items():
