@@ -129,9 +129,8 @@ def machine() -> str:
     Processes in other network namespaces, as containers have, count as other machines: they share nothing else either.
     """
     parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id",):
-        with suppress(OSError):
-            parts.append(Path(path).read_text().strip())
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     for name in ("pid", "net"):
         with suppress(OSError):
             parts.append(os.readlink(f"/proc/self/ns/{name}"))
