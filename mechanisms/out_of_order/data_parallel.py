@@ -179,18 +179,22 @@ class BucketPlan:
     Args:
         buckets: of the wrapper, as it will keep them.
         blocks: the first k.
+
+    Attributes:
+        first_bucket: from which on gradients leave by this plan, not when the wrapper finds the bucket full; None:
+            those of all buckets leave then.
     """
 
     def __init__(self, buckets: BucketMap, blocks: list[Block]) -> None:
         mine = [[p for layer in block.layers for p in layer.parameters] for block in blocks]
         chosen = {p for parameters in mine for p in parameters}
-        self._first_bucket = buckets.first_bucket_of(chosen)
+        self.first_bucket = buckets.first_bucket_of(chosen)
         self.others: list[Region] = []
         """Sent before the first weight gradient that waited: they share buckets with those that wait."""
         self._behind: dict[str, list[Region]] = {}
-        if self._first_bucket is None:
+        if self.first_bucket is None:
             return
-        self.others = buckets.regions(p for p in buckets.parameters_from(self._first_bucket) if p not in chosen)
+        self.others = buckets.regions(p for p in buckets.parameters_from(self.first_bucket) if p not in chosen)
         gathered: list[Tensor] = []
         sent: set[Tensor] = set()
         for block, parameters in zip(blocks, mine, strict=True):
@@ -200,15 +204,6 @@ class BucketPlan:
             if gathered and (size >= SMALLEST_MESSAGE_BYTES or block is blocks[-1]):
                 self._behind[block.name] = buckets.regions(gathered)
                 gathered = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether everything leaves when the wrapper finds its bucket full."""
-        return self._first_bucket is None
-
-    def holds(self, bucket: int) -> bool:
-        """Whether this bucket's gradients leave by this plan, not when the wrapper finds the bucket full."""
-        return self._first_bucket is not None and bucket >= self._first_bucket
 
     def behind(self, block: Block) -> list[Region]:
         """What leaves behind this block's weight gradients."""
@@ -225,42 +220,25 @@ class BucketScheduler:
         model: whose buckets are sent.
         reducer: sums; it stays its owner's.
         divide: whether gradients are divided by the number of ranks, or multiplied by its rounded reciprocal.
+
+    Attributes:
+        buckets: of the wrapper, as far as they are known.
+        reductions: that were begun.
+        plan: what leaves in our own order; None: everything leaves when its bucket is full.
+        never_rebuilds: whether the wrapper keeps the buckets that it was built with.
     """
 
     def __init__(self, model: DistributedDataParallel, reducer: Reducer, *, divide: bool) -> None:
         self._model = model
-        self._map = BucketMap()
-        self._reductions = Reductions(reducer, dist.get_world_size(model.process_group), divide=divide)
+        self.buckets = BucketMap()
+        self.reductions = Reductions(reducer, dist.get_world_size(model.process_group), divide=divide)
         self.never_rebuilds = model.find_unused_parameters and not model.static_graph
-        """Whether the wrapper keeps the buckets that it was built with."""
-        self._plan: BucketPlan | None = None
+        self.plan: BucketPlan | None = None
 
     @property
-    def is_steady(self) -> bool:
-        """Whether the wrapper's buckets are known, and will stay."""
-        return self._map.is_steady
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether blocks have been chosen whose gradients leave in our own order."""
-        return self._plan is not None
-
-    @property
-    def waits_for_some(self) -> bool:
-        """Whether some gradients leave in our own order."""
-        return self._plan is not None and not self._plan.is_empty
-
-    def forget_buckets(self) -> None:
-        """The wrapper is about to build its buckets anew."""
-        self._map.forget()
-
-    def forget_plan(self) -> None:
-        """Everything leaves when its bucket is full."""
-        self._plan = None
-
-    def plan(self, blocks: list[Block]) -> None:
-        """The gradients of these blocks, the first k, leave in our own order from now on."""
-        self._plan = BucketPlan(self._map, blocks)
+    def first_bucket(self) -> int | None:
+        """The first of the buckets that leave in our own order, if any do."""
+        return None if self.plan is None else self.plan.first_bucket
 
     def start_full(self, bucket: GradBucket, *, defers: bool) -> None:
         """Begin the all-reduce of a bucket that the wrapper has found full, unless it leaves in our own order.
@@ -272,26 +250,23 @@ class BucketScheduler:
         Raises:
             RuntimeError: the wrapper has built its buckets anew, and gradients were sent from the old ones.
         """
-        ours = defers and self._plan is not None and self._plan.holds(bucket.index())
+        first = self.first_bucket
+        ours = defers and first is not None and bucket.index() >= first
         final = has_rebuilt_buckets(self._model) or self.never_rebuilds
-        if not self._map.learn(bucket, final=final) and ours:
+        if not self.buckets.learn(bucket, final=final) and ours:
             raise RuntimeError(
                 "DistributedDataParallel built its buckets anew in the middle of training, and gradients were sent "
                 "from the old ones: use k=0 for this model"
             )
         if not ours:
-            self._reductions.start(bucket.index(), bucket.parameters(), bucket.buffer(), urgent=False)
+            self.reductions.start(bucket.index(), bucket.parameters(), bucket.buffer(), urgent=False)
 
     def start_behind(self, block: Block | None) -> None:
         """Begin what leaves behind this block's weight gradients; None: before the first of those that waited."""
-        if self._plan is None:
+        if self.plan is None:
             return
-        for region in self._plan.others if block is None else self._plan.behind(block):
-            self._reductions.start(region.place, region.parameters, region.values, urgent=block is not None)
-
-    def take(self) -> list[Reduction]:
-        """What was begun since the last call."""
-        return self._reductions.take()
+        for region in self.plan.others if block is None else self.plan.behind(block):
+            self.reductions.start(region.place, region.parameters, region.values, urgent=block is not None)
 
 
 # What out-of-order backprop really did.
@@ -593,9 +568,9 @@ class OutOfOrderDataParallel:
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         synchronised = model.training and torch.is_grad_enabled() and self.model.require_backward_grad_sync
-        if not self._sending.is_steady:
+        if not self._sending.buckets.is_steady:
             self.flush()
-            self._sending.forget_buckets()  # the wrapper is about to build its buckets anew
+            self._sending.buckets.forget()  # the wrapper is about to build them anew
         if synchronised:
             self._deferral.split.forget()
             self._choose_k()
@@ -609,14 +584,14 @@ class OutOfOrderDataParallel:
 
     def _choose_k(self) -> None:
         sending = self._sending
-        if not sending.is_steady:
-            sending.forget_plan()
-            self._deferral.k = 0
+        if not sending.buckets.is_steady:
+            sending.plan, self._deferral.k = None, 0
             return
-        k = self.k_choice.next_step(is_first=not sending.has_plan, steps=self._report.steps)
-        if k is not None and (k != self._deferral.k or not sending.has_plan):
+        is_first = sending.plan is None
+        k = self.k_choice.next_step(is_first=is_first, steps=self._report.steps)
+        if k is not None and (k != self._deferral.k or is_first):
             self._deferral.k = k
-            sending.plan(self._deferral.blocks[:k])
+            sending.plan = BucketPlan(sending.buckets, self._deferral.blocks[:k])
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Report a full bucket as done, and start its all-reduce unless it leaves in our own order."""
@@ -639,11 +614,11 @@ class OutOfOrderDataParallel:
         """All buckets are full; the weight gradients that waited may still be on the way through their last lines."""
         if self._deferral.is_finishing:
             return
-        if self._passes.splits and self._sending.waits_for_some:
+        if self._passes.splits and self._sending.first_bucket is not None:
             self._deferral.finish()  # none of the chosen layers could be cut out, so nothing waited
         else:
             self._arrange_waits()
 
     def _arrange_waits(self) -> None:
         self._report.steps += 1
-        self._arrivals.expect(self._sending.take())
+        self._arrivals.expect(self._sending.reductions.take())
