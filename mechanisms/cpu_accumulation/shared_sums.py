@@ -304,7 +304,6 @@ def sums_library() -> ctypes.CDLL | NoLibraryError:
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(minutes=30)
-_LEAST_CHUNK_BYTES = 2**12
 
 
 class HostSums(Protocol):
@@ -476,9 +475,9 @@ def _made(library: Any, ranks: int) -> tuple[SharedFile | None, int, str]:
         try:
             return SharedFile.make(wanted), chunk_bytes, ""
         except OSError as error:
-            if chunk_bytes <= _LEAST_CHUNK_BYTES:
+            if chunk_bytes <= _PAGE:
                 return None, chunk_bytes, f"no {wanted} bytes of shared memory for {ranks} ranks: {error}"
-            chunk_bytes = max(_LEAST_CHUNK_BYTES, chunk_bytes // 4096 // 4 * 4096)
+            chunk_bytes = max(_PAGE, chunk_bytes // _PAGE // 4 * _PAGE)
 
 
 def _gathered(mine: T, group: Any) -> list[T]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,18 @@ __all__ = [
     "LayerResults",
     "PipelineError",
     "RankLostError",
+    "broadcast",
     "check_optimizer",
+    "gathered_by_all",
     "messages_of",
     "messages_of_group",
     "refuse_kinds",
+    "shown",
     "warn_of_gradient_hooks",
     "warn_of_parts",
 ]
 
+T = TypeVar("T")
 
 # Which optimizers may run on each rank for the layers that it has.
 
@@ -94,6 +98,28 @@ def messages_of_group(group: Any) -> Any:
         return f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(map(str, others))}"
 
     return messages_of(whose)
+
+
+def gathered_by_all(mine: T, group: Any) -> list[T]:
+    """What each rank of a group gives, on all of them; all ranks call this."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    with messages_of_group(group):
+        dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def shown(mine: T, rank: int, group: Any) -> T:
+    """What one rank of a group gives, on all of them; all ranks call this."""
+    payload = [mine]
+    with messages_of_group(group):
+        dist.broadcast_object_list(payload, dist.get_global_rank(group, rank), group=group)
+    return payload[0]
+
+
+def broadcast(tensor: Tensor, rank: int, group: Any) -> None:
+    """Replace a contiguous tensor by that of one rank of a group; all ranks call this."""
+    with messages_of_group(group):
+        dist.broadcast(tensor, dist.get_global_rank(group, rank), group=group)
 
 
 # What goes between the layers of a pipeline: what cannot, and noise in it, to see what is made of unlike samples.

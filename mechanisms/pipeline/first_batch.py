@@ -18,7 +18,7 @@ from retime.foundations.parts import loss_of
 from retime.foundations.preserve_state import preserve_state, reachable_tensors, seed_all
 from retime.foundations.weight_gradients import SMALL, SplitBackward
 from retime.mechanisms.pipeline.calls import LayerInterceptors, Returned, SuspendedCall, Workers, tensors_in_order
-from retime.mechanisms.pipeline.checks import PipelineError, messages_of, messages_of_group
+from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, messages_of
 from retime.mechanisms.pipeline.layers import LayerList
 from retime.mechanisms.pipeline.losses import LossWeight, LossWeights, look_at_losses
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel
@@ -49,8 +49,7 @@ def agreed_seeds(place: RankInfo, batch: Any, count: int) -> list[int]:
     mine = torch.tensor([int(torch.randint(2**62, ())), _checksum(batch)])
     of_first = mine.to(place.device, copy=True)
     if place.ranks > 1:
-        with messages_of_group(place.group):
-            dist.broadcast(of_first, place.world_rank(0), group=place.group)
+        broadcast(of_first, 0, place.group)
     seed, checksum = of_first.tolist()
     if checksum != int(mine[1]):
         raise PipelineError(
@@ -189,7 +188,7 @@ class FirstBatch:
                 self._gates.visitor = None
 
     def _check_same(self, batch: Any) -> None:
-        everyone = self._place.all_gather([_fingerprint(tensor) for tensor in tensors_in_order(batch)])
+        everyone = gathered_by_all([_fingerprint(tensor) for tensor in tensors_in_order(batch)], self._place.group)
         if any(one != everyone[0] for one in everyone):
             raise PipelineError(DIFFERENT)
 
@@ -230,7 +229,7 @@ class FirstBatch:
         if place.ranks < 2 or place.rank > 1:
             return 0.0, 0.0
         message = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=place.device)
-        peer, took = place.world_rank(1 - place.rank), []
+        peer, took = dist.get_global_rank(place.group, 1 - place.rank), []
         with messages_of(lambda: f"rank {peer}"):
             for _ in range(_PINGS):
                 start, busy = time.perf_counter(), time.process_time()
@@ -285,7 +284,7 @@ class FirstBatch:
                 edges[stage] = [loss_of(answer.value)] if isinstance(answer, Returned) else answer.given
         finally:
             call.close()
-        positions = _merged(place.all_gather(positions))
+        positions = _merged(gathered_by_all(positions, place.group))
         roots = {
             stage: edges[stage]
             if stage + 1 == plan.stages
@@ -293,7 +292,7 @@ class FirstBatch:
             for stage in mine
         }
         flags = {stage + 1: [one.requires_grad for one in roots[stage]] for stage in mine if stage + 1 < plan.stages}
-        needs_gradient = _merged(place.all_gather(flags))
+        needs_gradient = _merged(gathered_by_all(flags, place.group))
         graphs = {stage: Reached(roots[stage]) for stage in mine}
         self._check_graphs(graphs, roots, surveyed, plan)
         self._check_values(edges, surveyed, plan)
@@ -332,7 +331,7 @@ class FirstBatch:
                 f"the loss does not depend on what {self._place.names[-1]!r} gives, the last of the layers, as of a "
                 "second head that is not trained: leave it out of the list, or call it in front of the others"
             )
-        for one in self._place.all_gather(why):
+        for one in gathered_by_all(why, self._place.group):
             if one is not None:
                 raise PipelineError(one)
 
@@ -340,7 +339,7 @@ class FirstBatch:
         """Raise on all ranks where a reentrant checkpoint may hide parameters around the layers from the graph."""
         hidden = [name for name in owners.unreached if owners.parameters[name].requires_grad]
         reentrant = any(node.name() == "CheckpointFunctionBackward" for one in graphs.values() for node in one.nodes)
-        if hidden and any(self._place.all_gather(reentrant)):
+        if hidden and any(gathered_by_all(reentrant, self._place.group)):
             raise PipelineError(
                 f"which ranks need {hidden[0]!r} is not known: torch.utils.checkpoint.checkpoint(..., "
                 "use_reentrant=True), torch's default, hides what it uses. Give it use_reentrant=False, call it in a "
@@ -358,7 +357,7 @@ class FirstBatch:
                     f"what stands between the layers and around them gives other numbers when stage {stage + 1} runs "
                     f"by itself: {self._skip(surveyed, plan) or _GOES_PAST}. {_TAKE_ALL}"
                 )
-        for said in self._place.all_gather(wrong):
+        for said in gathered_by_all(wrong, self._place.group):
             if said is not None:
                 raise PipelineError(said)
 

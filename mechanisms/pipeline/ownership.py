@@ -18,7 +18,7 @@ from retime.foundations.lazy_updates import nbytes
 from retime.foundations.messages import show_bytes, warn_no_effect
 from retime.foundations.torch_private.engine import tree_map
 from retime.foundations.torch_private.tensors import storage_address, without_subclass_functions
-from retime.mechanisms.pipeline.checks import PipelineError, messages_of_group
+from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, messages_of_group, shown
 
 # Which ranks make up a pipeline, and which add their gradients up.
 
@@ -287,8 +287,7 @@ class Ownership:
         names = {parameter: name for name, parameter in self.parameters.items()}
         mine = {names[p] for p in needed if p in names}  # type: ignore[index]
         mine |= {names[p] for layer in here for p in layer.parameters()}
-        others: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(others, mine, group=group)
+        others = gathered_by_all(mine, group)
         self.ranks: dict[str, list[int]] = {}
         self.unreached: list[str] = []
         self.shared: dict[str, list[int]] = {}
@@ -343,11 +342,9 @@ class Ownership:
             self._send(buffer, self._owner_of_buffers.get(name, 0))
         for owner, module, attribute in self._computed:
             mine = vars(module).get(attribute) if owner == self._rank else None
-            payload = [mine.detach() if isinstance(mine, Tensor) else mine]
-            with messages_of_group(self._group):
-                dist.broadcast_object_list(payload, dist.get_global_rank(self._group, owner), group=self._group)
+            value = shown(mine.detach() if isinstance(mine, Tensor) else mine, owner, self._group)
             if owner != self._rank:
-                setattr(module, attribute, payload[0])
+                setattr(module, attribute, value)
 
     @contextmanager
     def whole(self, names: Iterable[str] | None = None) -> Iterator[None]:
@@ -494,15 +491,13 @@ class Ownership:
                 if isinstance(value, Tensor):
                     owned[f"{prefix}.{attribute}"] = min(ranks), module, attribute
         computed = {name for name, (_, module, attribute) in owned.items() if not vars(module)[attribute].is_leaf}
-        everyone: list[Any] = [None] * len(self._everyone)
-        dist.all_gather_object(everyone, (computed, set(owned)), group=self._group)
+        everyone = gathered_by_all((computed, set(owned)), self._group)
         somewhere = set().union(*(names for names, _ in everyone))
         return [owned[name] for name in sorted(somewhere.intersection(*(names for _, names in everyone)))]
 
     def _send(self, tensor: Tensor, owner: int) -> None:
         message = tensor.contiguous()  # else what is sent is in the order of the memory, which ranks may differ in
-        with messages_of_group(self._group):
-            dist.broadcast(message, dist.get_global_rank(self._group, owner), group=self._group)
+        broadcast(message, owner, self._group)
         if message is not tensor:
             tensor.copy_(message)
 

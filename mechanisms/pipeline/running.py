@@ -29,7 +29,7 @@ from retime.mechanisms.pipeline.calls import (
     shapes_of,
     tensors_in_order,
 )
-from retime.mechanisms.pipeline.checks import PipelineError, messages_of_group
+from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, shown
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, needed_loss
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
@@ -175,39 +175,28 @@ class EvaluationBroadcast:
         self.given[layer] = [TensorKind.of(tensor) for tensor in tensors_in_order((args, kwargs))]
 
     def is_here(self, layer: int) -> bool:
-        return self._plan.rank_of[self._plan.stage_of[layer]] == self._rank
+        return self._rank_of(layer) == self._rank
 
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
         key = layer, self._shapes
         if key not in self._outputs:
-            self._outputs[key] = self._told(layer, None)
+            self._outputs[key] = shown(kind_of(None), self._rank_of(layer), self._group)  # what it is that rank says
         kind = self._outputs[key]
         tensors = [one.empty(self._device) for one in kind.tensors]
         for tensor in tensors:
-            self._broadcast(tensor, layer)
+            broadcast(tensor, self._rank_of(layer), self._group)
         return kind.with_tensors(tensors)
 
     def after(self, layer: int, output: Any) -> Any:
         key = layer, self._shapes
         if key not in self._outputs:
-            self._outputs[key] = self._told(layer, kind_of(output))
+            self._outputs[key] = shown(kind_of(output), self._rank, self._group)
         for tensor in tensors_in_order(output):
-            self._broadcast(tensor.detach().contiguous(), layer)
+            broadcast(tensor.detach().contiguous(), self._rank, self._group)
         return output
 
-    def _told(self, layer: int, kind: TensorSpec | None) -> TensorSpec:
-        payload = [kind]
-        with messages_of_group(self._group):
-            dist.broadcast_object_list(payload, self._source(layer), group=self._group)
-        assert payload[0] is not None
-        return payload[0]
-
-    def _broadcast(self, tensor: Tensor, layer: int) -> None:
-        with messages_of_group(self._group):
-            dist.broadcast(tensor, self._source(layer), group=self._group)
-
-    def _source(self, layer: int) -> int:
-        return dist.get_global_rank(self._group, self._plan.rank_of[self._plan.stage_of[layer]])
+    def _rank_of(self, layer: int) -> int:
+        return self._plan.rank_of[self._plan.stage_of[layer]]
 
 
 # A model that is spread over ranks: what one rank knows of it after the first batch.
@@ -237,32 +226,11 @@ class RankInfo:
         """Return the size of the pipeline group."""
         return dist.get_world_size(self.group)
 
-    def world_rank(self, rank: int) -> int:
-        """Return the global rank of a rank of the pipeline group."""
-        return dist.get_global_rank(self.group, rank)
-
-    def all_gather(self, mine: Any) -> list[Any]:
-        """What each rank gives, on all of them."""
-        everyone: list[Any] = [None] * self.ranks
-        with messages_of_group(self.group):
-            dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
-
     def agreed(self, mine: Any) -> Any:
         """What the first rank of the first pipeline gives, on all ranks of all pipelines."""
         if self.data_group is not None and self.rank == 0:
-            payload = [mine]
-            with messages_of_group(self.data_group):
-                dist.broadcast_object_list(payload, dist.get_global_rank(self.data_group, 0), group=self.data_group)
-            mine = payload[0]
-        return self.broadcast(mine, 0)
-
-    def broadcast(self, mine: Any, rank: int) -> Any:
-        """What one rank gives, on all of them."""
-        payload = [mine]
-        with messages_of_group(self.group):
-            dist.broadcast_object_list(payload, self.world_rank(rank), group=self.group)
-        return payload[0]
+            mine = shown(mine, 0, self.data_group)
+        return shown(mine, 0, self.group)
 
 
 class StepModule(nn.Module):
@@ -325,7 +293,7 @@ class PipelineState:
     def plan_from_steps(self) -> None:
         """Order the tasks anew, by what they took in the steps so far; all ranks call this."""
         shares = {stage: self.planner.weight_share(stage) for stage in self.mine}
-        everyone = self.place.all_gather(self.times.by_stage(shares))
+        everyone = gathered_by_all(self.times.by_stage(shares), self.place.group)
         self.planner.know(self.place.agreed({stage: took for one in everyone for stage, took in one.items()}))
         self.use(self.planner.plan(self.plan.micro_batches))
 

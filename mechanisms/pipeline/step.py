@@ -27,6 +27,7 @@ from retime.mechanisms.pipeline.checks import (
     PipelineError,
     messages_of,
     messages_of_group,
+    shown,
     warn_of_gradient_hooks,
 )
 from retime.mechanisms.pipeline.first_batch import FirstBatch, PipelineConfig, agreed_seeds, seeded
@@ -344,7 +345,7 @@ class PipelineStep:
 
     def tell(self, what: Any) -> Any:
         """What the rank of the last stage gives, on all ranks; all ranks call this."""
-        return self._place.broadcast(what, self._known.plan.rank_of[-1])
+        return shown(what, self._known.plan.rank_of[-1], self._place.group)
 
     def total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """The 2-norm of the gradients of parameters on all ranks; all ranks call this."""
