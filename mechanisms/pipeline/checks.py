@@ -22,7 +22,7 @@ from retime.foundations.parts import Recorder
 from retime.foundations.torch_private.engine import tree_leaves
 from retime.foundations.torch_private.layers import BatchNormBase
 from retime.foundations.torch_private.tensors import tensor_hooks, version_of
-from retime.mechanisms.pipeline.calls import replaced_tensors, tensors_in_order
+from retime.mechanisms.pipeline.calls import Visitor, replaced_tensors, tensors_in_order
 
 __all__ = [
     "ChangedBuffers",
@@ -152,7 +152,7 @@ def _is_checkpointed_reentrantly() -> bool:
     return frame is not None
 
 
-class LayerResults:
+class LayerResults(Visitor):
     """A visitor that looks at what goes between the layers, and adds noise to what they return if it is asked to.
 
     Attributes:
@@ -214,12 +214,6 @@ class LayerResults:
         if self._recorder is not None:
             self._recorder.inside += 1
 
-    def is_here(self, layer: int) -> bool:
-        return True
-
-    def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
-        raise AssertionError
-
     def after(self, layer: int, output: Any) -> Any:
         refuse_kinds(repr(self._names[layer]), output)
         tensors = tensors_in_order(output)
@@ -242,15 +236,10 @@ class LayerResults:
             elif self._axes.get(key):
                 changed[number] = self._with_noise(tensor, key, min(self._axes[key]))
             elif len(self._orders.get(key, ())) == 1:
-                count = self._samples[1]
-                if self._orders[key] == {"blocks"}:  # [samples * steps, ...]
-                    changed[number] = self._with_noise(tensor.reshape(count, -1, *tensor.shape[1:]), key, 0).flatten(
-                        0, 1
-                    )
-                else:  # as torch.cat() puts views of samples
-                    changed[number] = self._with_noise(tensor.reshape(-1, count, *tensor.shape[1:]), key, 1).flatten(
-                        0, 1
-                    )
+                # [samples * steps, ...], or as torch.cat() puts views of samples
+                axis = 0 if self._orders[key] == {"blocks"} else 1
+                rows = tensor.unflatten(0, (self._samples[1], -1) if axis == 0 else (-1, self._samples[1]))
+                changed[number] = self._with_noise(rows, key, axis).flatten(0, 1)
         return replaced_tensors(output, changed) if changed else output
 
     def _note_rows(self, key: tuple[int, int], tensor: Tensor) -> None:
@@ -356,11 +345,7 @@ class ChangedBuffers:
         """Which tensor a buffer is, and how often it was written in place."""
         norms = {f"{name}." for name, one in self._model.named_modules() if isinstance(one, BatchNormBase)}
         return {
-            name: _identity(buffer)
+            name: (id(buffer), 0 if buffer.is_inference() else version_of(buffer))
             for name, buffer in self._model.named_buffers()
             if f"{name.rpartition('.')[0]}." not in norms
         }
-
-
-def _identity(buffer: Tensor) -> tuple[int, int]:
-    return id(buffer), 0 if buffer.is_inference() else version_of(buffer)

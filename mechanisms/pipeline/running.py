@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from retime.mechanisms.pipeline.calls import (
     SuspendedCall,
     TensorKind,
     TensorSpec,
+    Visitor,
     Workers,
     kind_of,
     leads_to,
@@ -52,7 +53,7 @@ class AtEdge:
     given: list[Tensor]
 
 
-class TrainingCall:
+class TrainingCall(Visitor):
     """What the layers do in a training step of one micro-batch.
 
     Args:
@@ -81,12 +82,12 @@ class TrainingCall:
         self.recomputes: SuspendedCall | None = None
         self._mine = [plan.rank_of[stage] == rank for stage in plan.stage_of]
 
-    def before(self, layer: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def before(self, layer: int, args: Any, kwargs: Any) -> Any:
         stage = self._firsts.get(layer)
         if stage is None:
             return None
         if HERE.call is None and self.recomputes is not None:
-            return _replaced(args, kwargs, self.recomputes.received.get(layer, {}))
+            return replaced_tensors((args, kwargs), self.recomputes.received.get(layer, {}))
         here = self._mine[layer]
         comes_from_here = layer > 0 and self._mine[layer - 1]
         if not here and not comes_from_here:
@@ -112,7 +113,7 @@ class TrainingCall:
         }  # a layer may take the same tensor twice
         if top_saved_tensors_hooks(True) is not None:
             call.received[layer] = changed
-        return _replaced(args, kwargs, changed)
+        return replaced_tensors((args, kwargs), changed)
 
     def is_here(self, layer: int) -> bool:
         here = self._mine[layer]
@@ -131,9 +132,6 @@ class TrainingCall:
             )
         return kind.stand_in(self._device)
 
-    def after(self, layer: int, output: Any) -> Any:
-        return output
-
     def _call(self, layer: int) -> SuspendedCall:
         call = HERE.call or self.recomputes
         if call is None:
@@ -144,15 +142,10 @@ class TrainingCall:
         return call
 
 
-def _replaced(args: Any, kwargs: Any, tensors: dict[int, Tensor]) -> tuple[Any, Any]:
-    replaced: tuple[Any, Any] = replaced_tensors((args, kwargs), tensors)
-    return replaced
-
-
 # Steps without a backward pass: all ranks run them, and each layer runs where it lies and sends on what it gives.
 
 
-class EvaluationBroadcast:
+class EvaluationBroadcast(Visitor):
     """A visitor under which a step's values are there on all ranks, the layers' parameters only on their own.
 
     Args:
@@ -355,7 +348,9 @@ class RunningStep:
         self._weights = weights
         self._samples = [samples_in(part) for part in parts]
         self._keys = [shapes_of(part) for part in parts]
-        self._calls = [_call(step, part, workers, seed) for part, seed in zip(parts, seeds, strict=True)]
+        self._calls = [
+            SuspendedCall(partial(step, part), workers, seed) for part, seed in zip(parts, seeds, strict=True)
+        ]
         self._at: list[Any] = [None] * len(parts)
         self._results: dict[int, MicroBatchResult] = {}
 
@@ -434,10 +429,6 @@ class RunningStep:
         self._results[batch] = MicroBatchResult(_detached(output), self._weights[batch], self._samples[batch])
         weight = self._weights[batch] / self._divide_by
         return loss * weight if weight else loss.detach()  # a mean over nothing has no gradient either
-
-
-def _call(step: Callable[[Any], Any], part: Any, workers: Workers, seed: int) -> SuspendedCall:
-    return SuspendedCall(lambda: step(part), workers, seed)
 
 
 def _detached(output: Any) -> Any:

@@ -17,6 +17,7 @@ from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.pipeline.calls import (
     LayerInterceptors,
     TensorSpec,
+    Visitor,
     draw_for,
     kind_of,
     shapes_of,
@@ -177,8 +178,8 @@ class Survey:
         self.skips: list[tuple[int, int]] = []
 
 
-class _Looks:
-    """A visitor that notes, and lets all layers run."""
+class _Looks(Visitor):
+    """Notes what layers are given and give."""
 
     def __init__(self, surveyed: Survey, names: Callable[[int], str]) -> None:
         self._found, self._name = surveyed, names
@@ -222,9 +223,6 @@ class _Looks:
     def is_here(self, layer: int) -> bool:
         draw_for(layer, FIRST_SEED)
         return True
-
-    def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
-        raise AssertionError
 
     def after(self, layer: int, output: Any) -> Any:
         refuse_kinds(self._name(layer), output)
