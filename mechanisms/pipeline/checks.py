@@ -24,22 +24,6 @@ from retime.foundations.torch_private.layers import BatchNormBase
 from retime.foundations.torch_private.tensors import tensor_hooks, version_of
 from retime.mechanisms.pipeline.calls import Visitor, replaced_tensors, tensors_in_order
 
-__all__ = [
-    "ChangedBuffers",
-    "LayerResults",
-    "PipelineError",
-    "RankLostError",
-    "broadcast",
-    "check_optimizer",
-    "gathered_by_all",
-    "messages_of",
-    "messages_of_group",
-    "refuse_kinds",
-    "shown",
-    "warn_of_gradient_hooks",
-    "warn_of_parts",
-]
-
 T = TypeVar("T")
 
 # Which optimizers may run on each rank for the layers that it has.

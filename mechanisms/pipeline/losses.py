@@ -32,8 +32,6 @@ from retime.foundations.preserve_state import preserve_state, reachable_tensors,
 from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.checks import LayerResults, PipelineError
 
-__all__ = ["Examples", "FirstLook", "LossWeight", "LossWeights", "check_loss_weight", "look_at_losses", "needed_loss"]
-
 LossWeight = Literal["samples", "sum"] | Callable[[Any], Any]
 """What a step divides its sum by, as a user says: the number of samples, nothing, or what a function gives."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -186,8 +184,8 @@ def look_at_losses(
     """
     gates = LayerInterceptors([]) if gates is None else gates
     results = gates.visitor = LayerResults(names)
-    divisor = None if isinstance(loss_weight, str) else loss_weight
-    if divisor is not None or loss_weight is not None:
+    if loss_weight is not None:
+        divisor = None if isinstance(loss_weight, str) else loss_weight
         weights = LossWeights(Certificate(Weighting("sum" if loss_weight == "sum" else "mean")), divisor)
         weights.of(batch, parts)  # whether it gives numbers
     if len(parts) == 1:
@@ -195,7 +193,7 @@ def look_at_losses(
             weights = LossWeights(Certificate(None, "the first batch had one micro-batch"))
         return weights, FirstLook()
     look, samples = FirstLook(), [samples_in(part) for part in parts]
-    with _without_gradients(model):
+    with evaluated(model):
         everything, again = _seen(results, step, batch, 0, sum(samples)), _run(step, batch, 1)
         if not _same(everything, again) and not _same(everything, _run(step, batch, 0)):
             raise PipelineError(
@@ -222,7 +220,7 @@ def look_at_losses(
     noises = ("added", "multiplied") if _loss(everything).device.type == "cpu" else ("multiplied", "bounded")
     for noise in (None, *noises):
         try:
-            with _without_gradients(model), results.noisy(noise):
+            with evaluated(model), results.noisy(noise):
                 whole = _seen(results, step, batch, 0, sum(samples)) if noise else everything
                 if noise and not _loss(whole).isfinite():
                     continue
@@ -244,7 +242,8 @@ def look_at_losses(
 
 
 @contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Inside, a model is in evaluation mode, and nothing is kept for gradients."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -19,6 +19,7 @@ from retime.foundations.messages import show_bytes, warn_no_effect
 from retime.foundations.torch_private.engine import tree_map
 from retime.foundations.torch_private.tensors import storage_address, without_subclass_functions
 from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, messages_of_group, shown
+from retime.mechanisms.pipeline.meta_device import without_memory
 
 # Which ranks make up a pipeline, and which add their gradients up.
 
@@ -315,9 +316,7 @@ class Ownership:
             parameter = self.parameters[name]
             _set_absent(parameter, False)
             parameter.grad = None
-            parameter.data = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(
-                parameter.shape
-            )
+            parameter.data = without_memory(parameter, parameter.device)
             _set_absent(parameter, True)
 
     def forget(self) -> None:
@@ -468,14 +467,19 @@ class Ownership:
 
     def _owners_of_buffers(self) -> dict[str, int]:
         """A module's buffers are those of the rank that has its parameters."""
-        owners: dict[str, int] = {}
+        modules = self._modules_with_parameters()
+        return {
+            start + name: rank for start, module, rank in modules for name, _ in module.named_buffers(recurse=False)
+        }
+
+    def _modules_with_parameters(self) -> Iterator[tuple[str, nn.Module, int]]:
+        """Yield what its names begin with, the module, and the first rank that has one of its own parameters."""
         for prefix, module in self._model.named_modules():
-            named = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]
-            first = min((self.ranks[name][0] for name in named if name in self.ranks), default=None)
-            for name, _ in module.named_buffers(recurse=False):
-                if first is not None:
-                    owners[f"{prefix}.{name}" if prefix else name] = first
-        return owners
+            start = f"{prefix}." if prefix else ""
+            names = [start + name for name, _ in module.named_parameters(recurse=False)]
+            ranks = [self.ranks[name][0] for name in names if name in self.ranks]
+            if ranks:
+                yield start, module, min(ranks)
 
     def _computed_attributes(self) -> list[tuple[int, nn.Module, str]]:
         """What modules keep beside parameters and buffers and compute from them, as pruning and old weight norms do.
@@ -484,12 +488,10 @@ class Ownership:
             The rank that has the parameters, the module, and the attribute, in the same order on all ranks.
         """
         owned: dict[str, tuple[int, nn.Module, str]] = {}
-        for prefix, module in self._model.named_modules():
-            named = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]
-            ranks = [self.ranks[name][0] for name in named if name in self.ranks]
-            for attribute, value in vars(module).items() if ranks else ():
+        for start, module, rank in self._modules_with_parameters():
+            for attribute, value in vars(module).items():
                 if isinstance(value, Tensor):
-                    owned[f"{prefix}.{attribute}"] = min(ranks), module, attribute
+                    owned[start + attribute] = rank, module, attribute
         computed = {name for name, (_, module, attribute) in owned.items() if not vars(module)[attribute].is_leaf}
         everyone = gathered_by_all((computed, set(owned)), self._group)
         somewhere = set().union(*(names for names, _ in everyone))
