@@ -412,16 +412,13 @@ class PipelineStep:
         self._layers, self._gates = layers, LayerInterceptors(layers.modules)
         self._place = replace(self._place, names=layers.names)
 
-    def _called_in_order(self, step: Callable[[Any], Any], part: Any) -> LayerList:
-        """The layers of a model that has no list of them, without a trace."""
-        with preserve_state(self._model, tensors=reachable_tensors(self._model, part)), torch.enable_grad():
-            return call_chain(self._model, lambda: seeded(step, part), self._place.ranks)
-
     def _begin(self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> None:
         with self._tried_out():
             layers = self._layers
             if layers is None:
-                layers = self._called_in_order(step, parts[0])
+                tensors = reachable_tensors(self._model, parts[0])
+                with preserve_state(self._model, tensors=tensors), torch.enable_grad():
+                    layers = call_chain(self._model, lambda: seeded(step, parts[0]), self._place.ranks)
                 if self._path is None:
                     warn_of_no_list(self._model, layers, self._place.ranks)
                 self._stand_at(layers)
