@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -306,68 +306,44 @@ T = TypeVar("T")
 _TIMEOUT = timedelta(minutes=30)
 
 
-class HostSums(Protocol):
-    """Adds tensors in host memory up over the ranks; one at a time, in the same order on all of them."""
-
-    note: str
-    """How, for reports."""
-
-    @property
-    def shared(self) -> SharedSum | None:
-        """Return the sum of this machine's ranks alone; None: they share no memory."""
-
-    def add(self, values: Tensor, scale: float = 1.0) -> None:
-        """Replace ``values``, shape ``(n,)``, by their sum, each rank's times ``scale``."""
-
-    def times(self) -> SumTimes | None:
-        """Where the time of sums went since the last call, from the first one on; None where nobody can tell."""
-
-    def stop(self) -> bool:
-        """After a failure: whether a sum that another thread runs is sure to end now, with an error."""
-
-    def close(self, *, running: bool = False) -> None:
-        """Give back what was made for this.
-
-        Args:
-            running: a sum may still run, which :meth:`stop` could not end.
-        """
-
-
 class GlooSums:
-    """Through a process group, where memory cannot be shared.
+    """Sums through a process group, where memory cannot be shared; one at a time, in the same order on all ranks.
 
     Args:
         group: of the gloo backend; closed with this.
-        note: why.
+        note: why, for reports.
+
+    Attributes:
+        shared: the sum of this machine's ranks alone; None: they share no memory.
     """
 
-    shared = None
+    shared: SharedSum | None = None
 
     def __init__(self, group: Any, note: str) -> None:
         self._group, self.note = group, note
 
     def add(self, values: Tensor, scale: float = 1.0) -> None:
-        """Sum by an all-reduce; half precision in float32."""
+        """Replace ``values``, shape ``(n,)``, by their sum, each rank's times ``scale``; half precision in float32."""
         if scale != 1:
             values.mul_(scale)
         _all_reduce(values, self._group)
 
     def times(self) -> SumTimes | None:
-        """gloo does not tell."""
+        """Where the time of sums went since the last call, from the first one on; gloo does not tell."""
         return None
 
     def stop(self) -> bool:
-        """The group's own timeout ends it."""
+        """After a failure: whether a sum that another thread runs is sure to end now; the group has its own timeout."""
         return False
 
     def close(self, *, running: bool = False) -> None:
-        """Give the group back."""
+        """Give the group back; ``running``: a sum may still run, which :meth:`stop` could not end."""
         group, self._group = self._group, None
         close_group(group)
 
 
 class MachineSums:
-    """Sums in shared memory within each machine; one rank of each then adds up over the machines.
+    """The same in shared memory within each machine; one rank of each then adds up over the machines.
 
     Args:
         shared: of this machine's ranks.
@@ -405,6 +381,9 @@ class MachineSums:
         groups, self._leaders, self._control = (self._leaders, self._control), None, None
         for group in groups:
             close_group(group)
+
+
+HostSums = GlooSums | MachineSums
 
 
 @dataclass(frozen=True)
