@@ -61,11 +61,6 @@ class Hook:
         return Hook, ()
 
 
-def is_special() -> bool:
-    """Inside a backward pass (checkpointing recomputes there) or a function transform."""
-    return graph_task_id() != -1 or in_function_transform() or forward_ad_level() >= 0
-
-
 UNNAMED: Hashable = None
 """The pass of every forward pass that its owner gave no key."""
 
@@ -139,13 +134,13 @@ class WaitingPass:
 
     def waiting(self) -> set[Layer]:
         """The layers of which a weight gradient waits."""
-        return set(self._waiting) | {layer for layer, one in self.stand_ins.items() if one.backwards}
+        return set(self._waiting) | {layer for layer, one in self.stand_ins.items() if one.arrived}
 
     def finish_layer(self, layer: Layer) -> tuple[int, int]:
         """Compute, or hand on, what waits of one layer, backward pass by backward pass; return how many of either."""
         computed = self._waiting.pop(layer, {})
         stand_ins = self.stand_ins.get(layer)
-        buffered = stand_ins.backwards if stand_ins is not None else []
+        buffered = {} if stand_ins is None else stand_ins.arrived
         deferred = handed = 0
         for backward in sorted({*computed, *buffered}):
             if backward in computed:
@@ -171,14 +166,11 @@ class WaitingPass:
 
     def forget_waiting(self, *, but: int | None = None) -> None:
         """Drop what waits of backward passes that failed, or of all but one."""
-        for layer, backwards in list(self._waiting.items()):
+        waiting: list[dict[int, Any]] = [*self._waiting.values(), *(one.arrived for one in self.stand_ins.values())]
+        for backwards in waiting:
             for backward in [one for one in backwards if one != but]:
                 del backwards[backward]
-            if not backwards:
-                del self._waiting[layer]
-        for stand_ins in self.stand_ins.values():
-            for backward in [one for one in stand_ins.backwards if one != but]:
-                stand_ins.drop(backward)
+        self._waiting = {layer: backwards for layer, backwards in self._waiting.items() if backwards}
 
     def forget(self) -> None:
         """Drop all that waits, and what no forward pass in flight needs."""
@@ -554,19 +546,22 @@ class LayerHooks:
         self._handles.clear()
 
     def _defers(self) -> bool:
-        return torch.is_grad_enabled() and self._passes.splits
+        """Not inside of a backward pass (checkpointing recomputes there) or of a function transform."""
+        if not torch.is_grad_enabled() or not self._passes.splits:
+            return False
+        return graph_task_id() == -1 and not in_function_transform() and forward_ad_level() < 0
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         """The model is about to run. Once anything has been frozen or thawed, its graph is looked at anew."""
         self._first_pass.is_looking = False
-        if not self._defers() or is_special():
+        if not self._defers():
             return
         self._forward = Forward(self._passes.current)
         self._first_pass.begin(args, kwargs, any_waits=bool(self._passes.chosen))
 
     def _end(self, args: Any, output: Any) -> None:
         """The model has run."""
-        if not self._defers() or is_special():
+        if not self._defers():
             return
         self._first_pass.end(output)
         self.guard(output)
@@ -574,7 +569,7 @@ class LayerHooks:
     def _before(self, layer: Layer, args: Any, kwargs: Any) -> Any:
         """A layer is about to run."""
         self._open.append(None)
-        if not self._defers() or is_special():
+        if not self._defers():
             return None
         if self._first_pass.is_on:
             self._first_pass.note_layer(layer)

@@ -50,6 +50,7 @@ class SplitBackward:
         layers: in order of registration.
         passes: in flight; the weight gradients of all layers wait at first.
         first_pass: what it has shown; ``first_pass.order`` are the layers in forward order.
+        hooks: on the model and its layers.
     """
 
     @checked
@@ -65,7 +66,7 @@ class SplitBackward:
         self.first_pass = FirstPass(model, self.layers, on_order)
         self.passes = PassesInFlight(on_backward, self.layers, self.first_pass.order)
         anchor = Anchor()
-        self._hooks = LayerHooks(model, self.layers, self.passes, self.first_pass, Guard(anchor), anchor)
+        self.hooks = LayerHooks(model, self.layers, self.passes, self.first_pass, Guard(anchor), anchor)
 
     @property
     def layers_in_order(self) -> dict[str, int]:
@@ -85,22 +86,18 @@ class SplitBackward:
         Given every loss, this also lets each backward pass raise before it sets any gradient, where it would have to
         raise; the model's own output is guarded always. ``root`` must come from the forward pass that was last.
         """
-        self._hooks.guard(root)
+        self.hooks.guard(root)
         self.first_pass.finish(root)
-
-    def forget_forward(self) -> None:
-        """The forward pass that was last is over: :meth:`watch` guards nothing until the next."""
-        self._hooks.forget_forward()
 
     def forget(self) -> None:
         """Drop what a forward or backward pass without a key left behind that failed; keyed passes stay."""
-        self._hooks.forget()
+        self.hooks.forget()
         self.first_pass.forget()
         self.passes.unnamed.forget()
 
     def remove(self) -> None:
         """Take all hooks off, and drop every pass."""
-        self._hooks.remove()
+        self.hooks.remove()
         self.forget()
         for key in list(self.passes.in_flight):
             self.passes.drop(key)
@@ -179,7 +176,7 @@ class WeightGradientDeferral:
 
     def finish(self) -> None:
         """Compute the weight gradients that wait, block by block in forward order (algorithm 2, line 6)."""
-        self.split.forget_forward()
+        self.split.hooks.forget_forward()
         self.is_finishing = True
         try:
             self._on_block(None)

@@ -84,11 +84,6 @@ class Stage:
         self._reads = step.reads
         self._in_flight: dict[int, _InFlight] = {}
 
-    def clear(self) -> None:
-        """Forget a step."""
-        self._in_flight.clear()
-        self.spans.clear()
-
     def get_fwd_recv_ops(self, batch: int) -> list[dist.P2POp]:
         """Messages of the stage before."""
         one = self._of(batch)
