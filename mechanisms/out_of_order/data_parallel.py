@@ -101,47 +101,6 @@ class CrossIterationUpdates(ForwardFusion):
         return buckets + super()._waiting_buckets(arrived)
 
 
-# The optimizers whose updates wait for their own gradients only.
-
-
-class DeferredOptimizers:
-    """One :class:`CrossIterationUpdates` an optimizer; those that were removed leave their counts and nothing else.
-
-    Args:
-        model: of the parameters.
-        reduction_of: the all-reduce that carries a parameter's gradient, if one is on its way.
-    """
-
-    def __init__(self, model: nn.Module, reduction_of: Callable[[Tensor], Reduction | None]) -> None:
-        self._model, self._reduction_of = model, reduction_of
-        self._updates: list[CrossIterationUpdates] = []
-        self._detached = FusionReport("forward")
-
-    def attach(self, optimizer: Optimizer) -> CrossIterationUpdates:
-        """Let this optimizer's updates wait."""
-        updates = CrossIterationUpdates(optimizer, self._model, self._reduction_of, self._detach)
-        self._updates.append(updates)
-        return updates
-
-    def _detach(self, updates: CrossIterationUpdates) -> None:
-        self._updates.remove(updates)
-        self._detached = self._detached.beside(updates.report())
-
-    def flush(self) -> None:
-        """Run every update that is still pending."""
-        for updates in self._updates:
-            updates.flush()
-
-    def remove(self) -> None:
-        """Bring all parameters up to date and give the optimizers their own methods back."""
-        for updates in list(self._updates):
-            updates.remove()
-
-    def report(self) -> FusionReport:
-        """What was fused, over all optimizers that are or were attached."""
-        return functools.reduce(FusionReport.beside, (updates.report() for updates in self._updates), self._detached)
-
-
 # Which wrapped models can be re-ordered.
 
 SUPPORTED_BACKENDS = ("gloo", "nccl")
@@ -469,7 +428,8 @@ class OutOfOrderDataParallel:
         self.k_choice = KChoice(model, self._deferral, k, most, known_k)
         self._divide = divide
         self._arrivals = InFlightReductions(self._report, cross_iteration=cross_iteration)
-        self._updates = DeferredOptimizers(model.module, self._arrivals.reduction_of)
+        self._updates: list[CrossIterationUpdates] = []
+        self._detached = FusionReport("forward")  # counts of those that were removed
         self._handles: list[Any] = []
         self._removed = False
         if dist.get_world_size(model.process_group) < 2:
@@ -511,7 +471,13 @@ class OutOfOrderDataParallel:
         Returns:
             The fusion that does it; when it is removed, nothing here refers to the optimizer any more.
         """
-        return self._updates.attach(optimizer)
+        updates = CrossIterationUpdates(optimizer, self.model.module, self._arrivals.reduction_of, self._detach)
+        self._updates.append(updates)
+        return updates
+
+    def _detach(self, updates: CrossIterationUpdates) -> None:
+        self._updates.remove(updates)
+        self._detached = self._detached.beside(updates.report())
 
     def watch(self, loss: Any) -> None:
         """Look at the graph under the loss before its first backward pass; otherwise the model's output is taken."""
@@ -522,7 +488,8 @@ class OutOfOrderDataParallel:
     def flush(self) -> None:
         """Wait for every all-reduce and run every update that is still pending."""
         self._arrivals.settle()
-        self._updates.flush()
+        for updates in self._updates:
+            updates.flush()
         self._arrivals.forget()
 
     def report(self) -> OutOfOrderReport:
@@ -534,7 +501,7 @@ class OutOfOrderDataParallel:
         report.buffered_gradients = self._passes.buffered_gradients
         report.layers_in_order = self._deferral.split.layers_in_order
         report.buffered_layers = self._deferral.split.buffered_layers
-        fused = self._updates.report()
+        fused = functools.reduce(FusionReport.beside, (one.report() for one in self._updates), self._detached)
         report.fused_updates, report.late_updates = fused.fused_updates, fused.late_updates
         report.plain_steps = fused.plain_steps
         reason = self.k_choice.order_stays_because
@@ -560,7 +527,8 @@ class OutOfOrderDataParallel:
             failed = False
         finally:
             self._arrivals.release()
-            self._updates.remove()
+            for updates in list(self._updates):
+                updates.remove()
             for handle in self._handles:
                 handle.remove()
             self._deferral.remove()
