@@ -126,12 +126,10 @@ class MeanOfBuckets:
         if self._follows or not model.gradient_as_bucket_view:
             return
         self._follows = True
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_note, self._places))  # type: ignore[no-untyped-call]
-            for parameter in model.parameters()
-            if parameter.requires_grad
-        ]
-        weakref.finalize(model, _remove, handles)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(partial(_note, self._places))  # type: ignore[no-untyped-call]
+                weakref.finalize(model, handle.remove)
 
     def start(self, bucket: GradBucket, reducer: Reducer, ranks: int) -> torch.futures.Future[Tensor]:
         """Begin to replace what a full bucket holds by its mean over so many ranks."""
@@ -146,11 +144,6 @@ def _note(places: dict[int, int], parameter: Tensor) -> None:
     """Where a gradient is before DDP sees it; by identity, as the table must not hold what holds the hook."""
     if parameter.grad is not None:
         places[id(parameter)] = parameter.grad.data_ptr()
-
-
-def _remove(handles: list[object]) -> None:
-    for handle in handles:
-        handle.remove()  # type: ignore[attr-defined]
 
 
 # Process groups of one's own: nothing that others send queues before or behind what goes through them.

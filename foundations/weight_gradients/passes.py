@@ -103,7 +103,8 @@ class WaitingPass:
         """Whether that keeps its graph, for another."""
         self._waiting: dict[Layer, dict[int, list[WeightGradient]]] = {}
         """Weight gradients that wait, by layer and by autograd's number of the backward pass."""
-        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        """Forward passes that a backward pass may come through."""
 
     def note(self, waiting: WeightGradient) -> None:
         """An output gradient is done; its weight gradient waits from now on."""
@@ -123,14 +124,10 @@ class WaitingPass:
             self._keeps_graph = bool(keeps_graph())
             self._on_backward(self)
 
-    def expect(self, forward: Forward) -> None:
-        """A backward pass may come through this forward pass."""
-        self._forwards.add(forward)
-
     @property
     def is_in_flight(self) -> bool:
         """Whether a backward pass can still come: some graph lives, and none has gone through it for good."""
-        return self._keeps_graph or any(not forward.is_over for forward in self._forwards)
+        return self._keeps_graph or any(not forward.is_over for forward in self.forwards)
 
     def waiting(self) -> set[Layer]:
         """The layers of which a weight gradient waits."""
@@ -327,7 +324,7 @@ class Guard:
             return
         for tensor in roots_of(root):
             tensor.register_hook(lambda _: self._check(forward))  # type: ignore[no-untyped-call]
-            forward.of.expect(forward)
+            forward.of.forwards.add(forward)
 
     def _check(self, forward: Forward) -> None:
         """A backward pass has begun.
@@ -491,23 +488,13 @@ class LayerHooks:
         layers: those that :func:`find_layers` found.
         passes: where weight gradients wait.
         first_pass: shown every call until it has seen enough.
-        guard: put on what the model returns.
-        anchor: of the cut nodes.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: list[Layer],
-        passes: PassesInFlight,
-        first_pass: FirstPass,
-        guard: Guard,
-        anchor: Anchor,
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: list[Layer], passes: PassesInFlight, first_pass: FirstPass) -> None:
         self._passes = passes
         self._first_pass = first_pass
-        self._guard = guard
-        self._anchor = anchor
+        self._anchor = Anchor()
+        self._guard = Guard(self._anchor)
         self._open: list[Call | None] = []
         """The calls under way, inner ones last."""
         self._forward: Forward | None = None

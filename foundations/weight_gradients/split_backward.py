@@ -8,11 +8,10 @@ from torch import nn
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.torch_private.engine import check_saved_values, graph_task_id, queue_callback
-from retime.foundations.weight_gradients.cut import Anchor, Block, Layer, find_layers, group_into_blocks
+from retime.foundations.weight_gradients.cut import Block, Layer, find_layers, group_into_blocks
 from retime.foundations.weight_gradients.passes import (
     UNNAMED,
     FirstPass,
-    Guard,
     LayerHooks,
     PassesInFlight,
     WaitingPass,
@@ -65,8 +64,7 @@ class SplitBackward:
         self.layers = find_layers(model)
         self.first_pass = FirstPass(model, self.layers, on_order)
         self.passes = PassesInFlight(on_backward, self.layers, self.first_pass.order)
-        anchor = Anchor()
-        self.hooks = LayerHooks(model, self.layers, self.passes, self.first_pass, Guard(anchor), anchor)
+        self.hooks = LayerHooks(model, self.layers, self.passes, self.first_pass)
 
     @property
     def layers_in_order(self) -> dict[str, int]:

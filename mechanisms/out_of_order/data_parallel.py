@@ -309,41 +309,36 @@ class InFlightReductions:
     Args:
         report: counts the steps in which a gradient was read before the next forward pass.
         cross_iteration: whether whoever reads a gradient waits for it; False: the end of the backward pass does.
+
+    Attributes:
+        carrying: the all-reduce that carries a parameter's gradient, of those on their way.
     """
 
     def __init__(self, report: OutOfOrderReport, *, cross_iteration: bool) -> None:
         self._report = report
         self._cross_iteration = cross_iteration
-        self._carrying: dict[Tensor, Reduction] = {}
+        self.carrying: dict[Tensor, Reduction] = {}
         self._read_early = False
-
-    def reduction_of(self, parameter: Tensor) -> Reduction | None:
-        """The all-reduce that carries this parameter's gradient, if one is on its way."""
-        return self._carrying.get(parameter)
 
     def expect(self, reductions: Iterable[Reduction]) -> None:
         """The backward pass has ended, and these were begun in it."""
         self._read_early = False
-        self._carrying.clear()
+        self.carrying.clear()
         for reduction in reductions:
             if self._cross_iteration:
                 reduction.watch(self._on_early_read)
             else:
                 reduction.wait()
-            self._carrying.update(dict.fromkeys(reduction.parameters, reduction))
+            self.carrying.update(dict.fromkeys(reduction.parameters, reduction))
 
     def settle(self) -> None:
         """Wait for all of them."""
-        settle_gradients(list(self._carrying))
-
-    def forget(self) -> None:
-        """Nothing is on its way any more."""
-        self._carrying.clear()
+        settle_gradients(list(self.carrying))
 
     def release(self) -> None:
         """Let parameters wait for nothing more, whether or not it has arrived."""
-        release(self._carrying)
-        self._carrying.clear()
+        release(self.carrying)
+        self.carrying.clear()
 
     def _on_early_read(self) -> None:
         if not self._read_early:
@@ -471,7 +466,7 @@ class OutOfOrderDataParallel:
         Returns:
             The fusion that does it; when it is removed, nothing here refers to the optimizer any more.
         """
-        updates = CrossIterationUpdates(optimizer, self.model.module, self._arrivals.reduction_of, self._detach)
+        updates = CrossIterationUpdates(optimizer, self.model.module, self._arrivals.carrying.get, self._detach)
         self._updates.append(updates)
         return updates
 
@@ -490,7 +485,7 @@ class OutOfOrderDataParallel:
         self._arrivals.settle()
         for updates in self._updates:
             updates.flush()
-        self._arrivals.forget()
+        self._arrivals.carrying.clear()
 
     def report(self) -> OutOfOrderReport:
         """What was done so far."""
