@@ -137,17 +137,6 @@ class LossWeights:
             ) from error
 
 
-def check_loss_weight(given: Any) -> None:
-    """Raise ValueError for a ``loss_weight`` that is none."""
-    named = isinstance(given, str) and given in ("samples", "sum")
-    if given is not None and not named and (isinstance(given, Tensor) or not callable(given)):
-        shown = f"a {type(given).__name__}" if hasattr(given, "shape") else repr(given)
-        raise ValueError(
-            f"loss_weight={shown}: give 'samples', 'sum', or a function from a batch to the number that the step "
-            "divides its sum by"
-        )
-
-
 def _divisor(loss_weight: Callable[[Any], Any], batch: Any, what: str) -> float:
     given = loss_weight(batch)
     try:

@@ -32,7 +32,7 @@ from retime.mechanisms.pipeline.checks import (
 )
 from retime.mechanisms.pipeline.first_batch import FirstBatch, PipelineConfig, agreed_seeds, seeded
 from retime.mechanisms.pipeline.layers import LayerList, call_chain, find_layers, first_layers, warn_of_no_list
-from retime.mechanisms.pipeline.losses import FirstLook, LossWeight, LossWeights, check_loss_weight
+from retime.mechanisms.pipeline.losses import FirstLook, LossWeight, LossWeights
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel
 from retime.mechanisms.pipeline.ownership import GradientSums, Ownership, gathered
 from retime.mechanisms.pipeline.plan import PipelinePlan, check_schedule
@@ -188,7 +188,6 @@ class PipelineStep:
         quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
         hollow: DeferredInitModel | None = None,
     ) -> None:
-        check_loss_weight(loss_weight)
         group = dist.group.WORLD if group is None else group
         self._is_asked = microbatches != "auto"
         if microbatches == "auto":
