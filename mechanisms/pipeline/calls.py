@@ -7,8 +7,8 @@ itself (grad mode, autocast, saved-tensor hooks) stays with its micro-batch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -62,6 +62,15 @@ class LayerInterceptors:
         ]
         for number, layer in enumerate(layers):
             vars(layer)["forward"] = _Gate(self, number, layer)
+
+    @contextmanager
+    def visited_by(self, visitor: Visitor) -> Iterator[None]:
+        """Inside, this visitor decides."""
+        before, self.visitor = self.visitor, visitor
+        try:
+            yield
+        finally:
+            self.visitor = before
 
     def remove(self) -> None:
         """Give the layers their own ``forward`` back."""

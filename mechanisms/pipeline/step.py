@@ -307,40 +307,25 @@ class PipelineStep:
         look, self._known.look = self._known.look, None
         return look
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Inside, steps without gradients run over the ranks; all ranks run the same ones, and get all values."""
-        if self._spread is None:
-            yield
-            return
-        before, self._gates.visitor = self._gates.visitor, self._spread.relay()
-        try:
-            yield
-        finally:
-            self._gates.visitor = before
+        return nullcontext() if self._spread is None else self._gates.visited_by(self._spread.relay())
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, all parameters are on all ranks; all ranks enter."""
-        if self._spread is None:
-            with ExitStack() as stack:
-                if self._hollow is not None:
-                    assert self._layers is not None
-                    for layer in self._layers.modules:
-                        stack.enter_context(self._hollow.filled(layer, again=False))
-                yield
-            return
-        with self._spread.owners.whole():
+        with ExitStack() as stack:
+            if self._spread is not None:
+                stack.enter_context(self._spread.owners.whole())
+            elif self._hollow is not None:
+                assert self._layers is not None
+                for layer in self._layers.modules:
+                    stack.enter_context(self._hollow.filled(layer, again=False))
             yield
 
-    @contextmanager
-    def outside_whole(self) -> Iterator[None]:
+    def outside_whole(self) -> AbstractContextManager[None]:
         """Inside, what lies in front of the layers and behind them is on all ranks."""
-        if self._spread is None:
-            yield
-            return
-        with self._spread.owners.whole(self._spread.outside):
-            yield
+        return nullcontext() if self._spread is None else self._spread.owners.whole(self._spread.outside)
 
     def tell(self, what: Any) -> Any:
         """What the rank of the last stage gives, on all ranks; all ranks call this."""
@@ -456,13 +441,9 @@ class PipelineStep:
         if (0, key) in spread.reads:
             return
         relay = spread.relay()
-        tensors = reachable_tensors(self._model, part, parameters=False)
-        before, self._gates.visitor = self._gates.visitor, relay
-        try:
-            with preserve_state(self._model, tensors=tensors), self._tried_out(), self.outside_whole(), torch.no_grad():
-                seeded(step, part)
-        finally:
-            self._gates.visitor = before
+        kept = preserve_state(self._model, tensors=reachable_tensors(self._model, part, parameters=False))
+        with self._gates.visited_by(relay), kept, self._tried_out(), self.outside_whole(), torch.no_grad():
+            seeded(step, part)
         for stage in range(spread.plan.stages):
             given = relay.given[spread.plan.layers_of(stage)[0]]
             places, flags = spread.positions.get(stage, []), spread.needs_gradient.get(stage, [])

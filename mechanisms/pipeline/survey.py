@@ -320,11 +320,10 @@ def survey(
     def once(*, gradients: bool) -> Survey:
         surveyed = Survey(len(names))
         looks = _Looks(surveyed, lambda layer: repr(names[layer]))
-        gates.visitor = looks
+        hooks = saved_tensors_hooks(looks.saved, lambda tensor: tensor)
         try:
-            with torch.set_grad_enabled(gradients), saved_tensors_hooks(looks.saved, lambda tensor: tensor):
+            with gates.visited_by(looks), torch.set_grad_enabled(gradients), hooks:
                 surveyed.output = call()
-            gates.visitor = None
             if looks.next < len(names):
                 raise PipelineError(
                     f"training_step does not call {names[looks.next]!r}: a pipeline needs each layer of the list once "
@@ -332,7 +331,6 @@ def survey(
                 )
             looks.end(model, layers, gradients=gradients)
         finally:
-            gates.visitor = None
             looks.backward.remove()
         return surveyed
 
