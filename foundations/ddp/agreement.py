@@ -20,8 +20,6 @@ import torch.distributed as dist
 from retime.foundations.ddp.comm_hook import close_group, own_group
 from retime.schedules.budget import BudgetError
 
-__all__ = ["RankAgreement", "RankLostError", "RankProcesses", "end_of_process", "is_lost_message", "machine"]
-
 T = TypeVar("T")
 
 

@@ -194,7 +194,8 @@ def look_at_losses(
         # steps in training mode change buffers, as a spectral norm's
         with preserve_state(model, tensors=reachable_tensors(model, batch, parameters=False)):
             look.runs = _followed(step, batch, results)
-            look.altered = _altered(step, batch, results, look.runs[0])
+            few = _few(batch)[0]
+            look.altered = list(record_altered(lambda part: _run(step, part, 0), few, look.runs[0], results.tells))
         if loss_weight is None:
             weights = LossWeights(_certificate(look))
     except NotUnderstoodError as error:
@@ -203,6 +204,8 @@ def look_at_losses(
                 f"how the losses of micro-batches add up to a batch's cannot be told from the loss: {error}. So that "
                 f"nothing else is trained, {_WHAT_TO_DO}"
             ) from error
+    finally:
+        results.tells(None)
     if not _same(everything, again) or not _loss(everything).isfinite():
         return weights, look  # it draws random numbers, or has no value: there is nothing to compare
     each = weights.of(batch, parts)
@@ -265,18 +268,7 @@ def _followed(step: Callable[[Any], Any], batch: Any, results: LayerResults) -> 
     except Exception as error:  # whatever a step says to being watched
         text = str(error).splitlines()[0] if str(error) else "no message"
         raise NotUnderstoodError(f"its operations cannot be followed ({type(error).__name__}: {text})") from error
-    finally:
-        results.tells(None)
     return large, small
-
-
-def _altered(
-    step: Callable[[Any], Any], batch: Any, results: LayerResults, run: RecordedRun
-) -> list[RecordedRun | None]:
-    try:
-        return list(record_altered(lambda part: _run(step, part, 0), _few(batch)[0], run, results.tells))
-    finally:
-        results.tells(None)
 
 
 def _certificate(look: FirstLook) -> Certificate:

@@ -38,8 +38,6 @@ from retime.schedules.pipeline import (
     zbv,
 )
 
-__all__ = ["SCHEDULES", "Costs", "PipelinePlan", "Planner"]
-
 SCHEDULES = {
     "ooo2": "gradient fast-forwarding with modulo allocation",
     "ooo2_flush": "the same in the paper's form, all forward passes first",
