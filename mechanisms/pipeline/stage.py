@@ -146,18 +146,18 @@ class Stage:
         start = time.perf_counter()
         self.awaited.pop(("O", batch), None)
         one = self._of(batch)
-        if self.is_last:
-            roots, gradients = one.outputs, [None]
-        else:
+        roots: list[Tensor] = one.outputs
+        gradients: list[Any] = [None]
+        if not self.is_last:
             kinds = self._reads(self.stage_index + 1, batch)
             roots = [tensor for tensor, kind in zip(one.outputs, kinds, strict=True) if kind.requires_grad]
-            gradients = one.gradients  # type: ignore[assignment]
-        roots, gradients = _with_graph(roots, gradients)
-        if roots:
+            gradients = one.gradients
+        pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad]
+        if pairs:  # with a graph to go back through
             with self._step.backward(self.stage_index, batch):
-                torch.autograd.backward(roots, gradients)
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         one.outputs, one.gradients, one.received = [], [], []
-        del roots, gradients
+        del roots, gradients, pairs
         if full_backward:
             self._finish(batch)
             self._note("B", batch, start)
@@ -207,12 +207,6 @@ class Stage:
 
     def _note(self, kind: str, batch: int, start: float) -> None:
         self.spans.append(Span(kind, self.stage_index, batch, start, time.perf_counter()))
-
-
-def _with_graph(roots: list[Tensor], gradients: list[Any]) -> tuple[list[Tensor], list[Any]]:
-    """Return the roots, and their gradients, that a backward pass can start from."""
-    pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad]
-    return [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
 
 # How long the tasks of a pipeline really take: seen in its first steps, for an order that fits them better.

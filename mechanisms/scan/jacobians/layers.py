@@ -220,15 +220,15 @@ class MaxPoolJacobian(LayerJacobian):
     """
 
     def __init__(self, layer: MaxPool, input_shape: torch.Size) -> None:
-        sizes = _spatial(input_shape, _dimensions(layer))
+        sizes = _spatial(layer, input_shape)
         if layer.return_indices:
             raise UnknownJacobian("return_indices=True: it has two outputs")
         self._options: dict[str, Any] = {
             name: getattr(layer, name) for name in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
         }
-        count = len(sizes)
-        kernel, dilation = (per_dimension(self._options[name], count) for name in ("kernel_size", "dilation"))
-        stride, padding = (per_dimension(self._options[name], count) for name in ("stride", "padding"))
+        kernel, stride, padding, dilation = (
+            per_dimension(self._options[name], len(sizes)) for name in ("kernel_size", "stride", "padding", "dilation")
+        )
         output = _output_sizes(sizes, kernel, stride, padding, dilation, layer.ceil_mode)
         windows = windows_of(sizes, output, kernel, stride, padding, dilation)
         self.pattern, entry = _planes(windows, input_shape)
@@ -256,7 +256,7 @@ class AveragePoolJacobian(LayerJacobian):
     """
 
     def __init__(self, layer: AveragePool | AdaptiveAveragePool, input_shape: torch.Size) -> None:
-        sizes = _spatial(input_shape, _dimensions(layer))
+        sizes = _spatial(layer, input_shape)
         if isinstance(layer, AdaptiveAveragePool):
             windows = _adaptive(sizes, layer.output_size)
             divisor = windows.inside.sum(0)
@@ -291,11 +291,8 @@ class AveragePoolJacobian(LayerJacobian):
         self._weight = self._weight.to(device)
 
 
-def _dimensions(layer: nn.Module) -> int:
-    return int(type(layer).__name__.removesuffix("d")[-1])
-
-
-def _spatial(input_shape: torch.Size, dimensions: int) -> tuple[int, ...]:
+def _spatial(layer: nn.Module, input_shape: torch.Size) -> tuple[int, ...]:
+    dimensions = int(type(layer).__name__.removesuffix("d")[-1])
     if len(input_shape) != dimensions + 1:
         raise UnknownJacobian(f"input {tuple(input_shape)} a sample, but it takes (channels, {'size, ' * dimensions})")
     return tuple(input_shape[1:])
