@@ -33,8 +33,9 @@ class Reducer(Protocol):
 
     What holds between a reducer and the owner of DDP's communication hook that was given it:
 
-    * Who divides: the owner, before :meth:`start`, as DDP does (``ddp/mean.py``). A reducer only adds, unless it
-      is a :class:`ScalingReducer` and the factor is exact.
+    * Who divides: the owner, before :meth:`start`, as DDP does. A reducer only adds; one that has
+      ``start_scaled(key, values, scale, *, urgent)`` too multiplies each rank's values where the factor is exact, so
+      that memory is gone through once less.
     * What it gets: a bucket, or a piece of one: one-dimensional, contiguous, of the gradients' dtype, on the model's
       device. The sum is written there, and nobody else touches it before the future is done.
     * How it writes: with any operation of torch. Those raise a version counter, and who puts gradients aside (forward
@@ -68,16 +69,6 @@ class Reducer(Protocol):
         """The same after a failure: wait for nothing. What is on its way may never be done."""
 
 
-@runtime_checkable
-class ScalingReducer(Reducer, Protocol):
-    """A reducer that can scale what it sums, so that memory is gone through once less."""
-
-    def start_scaled(
-        self, key: Hashable, values: Tensor, scale: float, *, urgent: bool = False
-    ) -> torch.futures.Future[Tensor]:
-        """Start the mean as :meth:`start` does, of each rank's values times ``scale``."""
-
-
 # The ranks' mean, with the bits of DistributedDataParallel's own: it scales gradients first, and sums them then.
 #
 # It divides a gradient that was in its bucket before the backward pass. All others it multiplies by the rounded
@@ -96,8 +87,10 @@ def start_mean(
     reducer: Reducer, key: Hashable, values: Tensor, ranks: int, *, divide: bool, urgent: bool = False
 ) -> torch.futures.Future[Tensor]:
     """Begin to replace ``values`` by their mean over the ranks; a reducer divides by 2, 4, 8, ... itself, if it can."""
-    if isinstance(reducer, ScalingReducer) and is_exact(ranks):
-        return reducer.start_scaled(key, values, 1.0 / ranks, urgent=urgent)
+    start_scaled = getattr(reducer, "start_scaled", None)
+    if start_scaled is not None and is_exact(ranks):
+        scaled: torch.futures.Future[Tensor] = start_scaled(key, values, 1.0 / ranks, urgent=urgent)
+        return scaled
     scale(values, ranks, divide=divide)
     return reducer.start(key, values, urgent=urgent)
 
