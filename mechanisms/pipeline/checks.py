@@ -163,27 +163,19 @@ class LayerResults(Visitor):
         self._recorder = recorder
 
     @contextmanager
-    def noisy(self, noise: str | None) -> Iterator[None]:
-        """Inside, outputs of layers have noise.
+    def samples(self, first: int, count: int, whole: int, noise: str | None = None) -> Iterator[None]:
+        """Inside, a step runs on samples of the first batch, the same number ``first`` there in all runs.
 
         Args:
-            noise: ``"added"``; ``"multiplied"``, which keeps signs and bounds; ``"bounded"``: added, but to what is
-                from 0 to 1, as an error of a loss that gets no probability would end a GPU's process.
+            noise: in outputs of layers: ``"added"``; ``"multiplied"``, which keeps signs and bounds; ``"bounded"``:
+                added, but to what is from 0 to 1, as an error of a loss that gets no probability would end a GPU's
+                process.
         """
-        self._noise = noise
+        self._samples, self._noise = (first, count, whole), noise
         try:
             yield
         finally:
-            self._noise = None
-
-    @contextmanager
-    def samples(self, first: int, count: int, whole: int) -> Iterator[None]:
-        """Inside, a step runs on samples of the first batch, the same number ``first`` there in all runs."""
-        self._samples = first, count, whole
-        try:
-            yield
-        finally:
-            self._samples = None
+            self._samples = self._noise = None
 
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
         name = repr(self._names[layer])

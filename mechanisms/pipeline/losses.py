@@ -212,12 +212,12 @@ def look_at_losses(
     noises = ("added", "multiplied") if _loss(everything).device.type == "cpu" else ("multiplied", "bounded")
     for noise in (None, *noises):
         try:
-            with evaluated(model), results.noisy(noise):
-                whole = _seen(results, step, batch, 0, sum(samples)) if noise else everything
+            with evaluated(model):
+                whole = _seen(results, step, batch, 0, sum(samples), noise) if noise else everything
                 if noise and not _loss(whole).isfinite():
                     continue
                 firsts = [sum(samples[:number]) for number in range(len(parts))]
-                outputs = [_seen(results, step, *one, sum(samples)) for one in zip(parts, firsts, strict=True)]
+                outputs = [_seen(results, step, *one, sum(samples), noise) for one in zip(parts, firsts, strict=True)]
         except PipelineError:
             raise
         except Exception:
@@ -246,9 +246,11 @@ def evaluated(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _seen(results: LayerResults, step: Callable[[Any], Any], part: Any, first: int, whole: int) -> Any:
+def _seen(
+    results: LayerResults, step: Callable[[Any], Any], part: Any, first: int, whole: int, noise: str | None = None
+) -> Any:
     """Run a step on samples of the first batch, of which the layers' visitor is told."""
-    with results.samples(first, samples_in(part), whole):
+    with results.samples(first, samples_in(part), whole, noise):
         return _run(step, part, 0)
 
 

@@ -57,9 +57,9 @@ class CsrPattern:
         return cls(rows, columns, _offsets(counts), place % columns), order
 
     @classmethod
-    def diagonal(cls, size: int, device: torch.device | None = None) -> CsrPattern:
+    def diagonal(cls, size: int) -> CsrPattern:
         """The diagonal of a square matrix (appendix D.2, algorithms 5 and 6)."""
-        return cls(size, size, torch.arange(size + 1, device=device), torch.arange(size, device=device))
+        return cls(size, size, torch.arange(size + 1), torch.arange(size))
 
     @classmethod
     def full(cls, rows: int, columns: int, device: torch.device | None = None) -> CsrPattern:
