@@ -142,6 +142,8 @@ class BucketPlan:
     Attributes:
         first_bucket: from which on gradients leave by this plan, not when the wrapper finds the bucket full; None:
             those of all buckets leave then.
+        others: sent before the first weight gradient that waited: they share buckets with those that wait.
+        behind: what leaves behind a block's weight gradients, by the block's name.
     """
 
     def __init__(self, buckets: BucketMap, blocks: list[Block]) -> None:
@@ -149,8 +151,7 @@ class BucketPlan:
         chosen = {p for parameters in mine for p in parameters}
         self.first_bucket = buckets.first_bucket_of(chosen)
         self.others: list[Region] = []
-        """Sent before the first weight gradient that waited: they share buckets with those that wait."""
-        self._behind: dict[str, list[Region]] = {}
+        self.behind: dict[str, list[Region]] = {}
         if self.first_bucket is None:
             return
         self.others = buckets.regions(p for p in buckets.parameters_from(self.first_bucket) if p not in chosen)
@@ -161,12 +162,8 @@ class BucketPlan:
             sent.update(parameters)
             size = sum(p.numel() * p.element_size() for p in gathered)
             if gathered and (size >= SMALLEST_MESSAGE_BYTES or block is blocks[-1]):
-                self._behind[block.name] = buckets.regions(gathered)
+                self.behind[block.name] = buckets.regions(gathered)
                 gathered = []
-
-    def behind(self, block: Block) -> list[Region]:
-        """What leaves behind this block's weight gradients."""
-        return self._behind.get(block.name, [])
 
 
 # When a backward pass starts its all-reduces: buckets as they fill, gradients that waited as the plan says.
@@ -224,7 +221,7 @@ class BucketScheduler:
         """Begin what leaves behind this block's weight gradients; None: before the first of those that waited."""
         if self.plan is None:
             return
-        for region in self.plan.others if block is None else self.plan.behind(block):
+        for region in self.plan.others if block is None else self.plan.behind.get(block.name, ()):
             self.reductions.start(region.place, region.parameters, region.values, urgent=block is not None)
 
 

@@ -343,7 +343,7 @@ class SuspendedCall:
     def __init__(self, call: Callable[[], Any], workers: Workers, seed: int) -> None:
         self.leaves: list[Tensor] = []
         self.received: dict[int, dict[int, Tensor]] = {}
-        self._seed = seed
+        self.seed = seed
         self._call: Callable[[], Any] | None = call
         self._workers = workers
         self._inbox: SimpleQueue[Any] = SimpleQueue()
@@ -384,10 +384,6 @@ class SuspendedCall:
         if self._wants_end:
             raise _Closed
         return answer
-
-    def draw_for(self, layer: int) -> None:
-        """Inside of the call: a layer begins."""
-        draw_for(layer, self._seed)
 
     def close(self) -> None:
         """The rest is not wanted: the call ends where it stands, with its ``finally`` blocks."""

@@ -289,12 +289,13 @@ class Ownership:
         mine = {names[p] for p in needed if p in names}  # type: ignore[index]
         mine |= {names[p] for layer in here for p in layer.parameters()}
         others = gathered_by_all(mine, group)
+        self._everyone = range(len(others))
         self.ranks: dict[str, list[int]] = {}
         self.unreached: list[str] = []
         self.shared: dict[str, list[int]] = {}
         for name in self.parameters:
             ranks = [rank for rank, of_rank in enumerate(others) if name in of_rank]
-            self.ranks[name] = ranks or list(range(len(others)))
+            self.ranks[name] = ranks or list(self._everyone)
             if not ranks:
                 self.unreached.append(name)
             elif len(ranks) > 1 and self.parameters[name].requires_grad:
@@ -452,10 +453,6 @@ class Ownership:
             f"divided, and weights lie on each rank that uses them; the largest there is {largest!r} with "
             f"{show_bytes(nbytes(self.parameters[largest]))}): use {fix}"
         )
-
-    @property
-    def _everyone(self) -> range:
-        return range(dist.get_world_size(self._group))
 
     def _group_of(self, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == len(self._everyone):

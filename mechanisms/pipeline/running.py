@@ -24,6 +24,7 @@ from retime.mechanisms.pipeline.calls import (
     TensorSpec,
     Visitor,
     Workers,
+    draw_for,
     kind_of,
     leads_to,
     replaced_tensors,
@@ -118,7 +119,7 @@ class TrainingCall(Visitor):
     def is_here(self, layer: int) -> bool:
         here = self._mine[layer]
         if here:
-            self._call(layer).draw_for(layer)
+            draw_for(layer, self._call(layer).seed)
         return here
 
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:

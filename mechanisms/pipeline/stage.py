@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -82,25 +83,25 @@ class Stage:
         self._group, self._device = group, device
         self._step, self._split, self._waiting, self._done = step, split, waiting, done
         self._reads = step.reads
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: defaultdict[int, _InFlight] = defaultdict(_InFlight)
 
     def get_fwd_recv_ops(self, batch: int) -> list[dist.P2POp]:
         """Messages of the stage before."""
-        one = self._of(batch)
+        one = self._in_flight[batch]
         one.received = [kind.empty(self._device) for kind in self._reads(self.stage_index, batch)]
         self.awaited["F", batch] = time.perf_counter(), self._peer(-1)
         return self._messages(dist.irecv, one.received, -1)
 
     def get_fwd_send_ops(self, batch: int) -> list[dist.P2POp]:
         """Messages to the stage behind."""
-        return self._messages(dist.isend, [t.detach().contiguous() for t in self._of(batch).outputs], 1)
+        return self._messages(dist.isend, [t.detach().contiguous() for t in self._in_flight[batch].outputs], 1)
 
     def release_fwd_send_outputs(self, batch: int) -> None:
         """They are sent (torch 2.15 and newer): the backward pass needs them all the same."""
 
     def get_bwd_recv_ops(self, batch: int) -> list[dist.P2POp]:
         """Gradients from the stage behind."""
-        one = self._of(batch)
+        one = self._in_flight[batch]
         kinds = [kind for kind in self._reads(self.stage_index + 1, batch) if kind.requires_grad]
         one.gradients = [kind.empty(self._device) for kind in kinds]
         self.awaited["O", batch] = time.perf_counter(), self._peer(1)
@@ -112,7 +113,7 @@ class Stage:
 
     def set_local_fwd_input(self, outputs: list[Tensor], batch: int) -> None:
         """The stage before is on this rank."""
-        self._of(batch).received = [tensor.detach() for tensor in outputs]
+        self._in_flight[batch].received = [tensor.detach() for tensor in outputs]
 
     def get_local_bwd_output(self, batch: int) -> list[Tensor]:
         """Return the gradients for a stage before that is on this rank."""
@@ -120,7 +121,7 @@ class Stage:
 
     def set_local_bwd_input(self, gradients: list[Tensor], batch: int) -> None:
         """The stage behind is on this rank."""
-        self._of(batch).gradients = gradients
+        self._in_flight[batch].gradients = gradients
 
     def forward_one_chunk(
         self, batch: int, args: Any = None, kwargs: Any = None, save_forward_output: bool = True
@@ -128,7 +129,7 @@ class Stage:
         """F."""
         start = time.perf_counter()
         self.awaited.pop(("F", batch), None)
-        one = self._of(batch)
+        one = self._in_flight[batch]
         kinds = [] if self.is_first else self._reads(self.stage_index, batch)
         for tensor, kind in zip(one.received, kinds, strict=True):
             tensor.requires_grad_(kind.requires_grad)
@@ -145,7 +146,7 @@ class Stage:
         """O, or both gradients."""
         start = time.perf_counter()
         self.awaited.pop(("O", batch), None)
-        one = self._of(batch)
+        one = self._in_flight[batch]
         roots: list[Tensor] = one.outputs
         gradients: list[Any] = [None]
         if not self.is_last:
@@ -183,12 +184,9 @@ class Stage:
             with self._step.backward(*key):
                 self._split.passes.finish_together(key)
 
-    def _of(self, batch: int) -> _InFlight:
-        return self._in_flight.setdefault(batch, _InFlight())
-
     def _input_gradients(self, batch: int) -> list[Tensor]:
         """Return the gradients of all inputs that need one; zeros where nothing of the loss came back."""
-        one = self._of(batch)
+        one = self._in_flight[batch]
         gradients = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
             for tensor in one.inputs
