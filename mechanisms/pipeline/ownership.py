@@ -327,8 +327,7 @@ class Ownership:
 
     def fetch(self, names: Iterable[str] | None = None) -> None:
         """Bring parameters (None: all), and all buffers, to all ranks; all ranks call this."""
-        wanted = sorted(self.parameters) if names is None else sorted(names)
-        for name in wanted:
+        for name in sorted(self.parameters if names is None else names):
             ranks, parameter = self.ranks[name], self.parameters[name]
             if len(ranks) == len(self._everyone):
                 continue
