@@ -221,7 +221,7 @@ class BucketScheduler:
         """Begin what leaves behind this block's weight gradients; None: before the first of those that waited."""
         if self.plan is None:
             return
-        for region in self.plan.others if block is None else self.plan.behind.get(block.name, ()):
+        for region in self.plan.others if block is None else self.plan.behind.get(block.name, []):
             self.reductions.start(region.place, region.parameters, region.values, urgent=block is not None)
 
 

@@ -56,8 +56,7 @@ def find_layers(model: nn.Module, path: str | None, ranks: int) -> LayerList | N
     """
     if any(is_compiled(module) for module in model.modules()):
         raise PipelineError("a compiled model cannot be cut between its layers: leave out torch.compile")
-    total = sum(map(nbytes, model.parameters()))
-    chosen = _best(model, total, ranks) if path is None or path == AUTO else _at(model, path)
+    chosen = _best(model, ranks) if path is None or path == AUTO else _at(model, path)
     if chosen is not None and len(chosen.modules) < ranks:
         raise PipelineError(
             f"{chosen.path!r} has {len(chosen.modules)} layers for {ranks} ranks: use fewer ranks, or give layers= the "
@@ -111,7 +110,8 @@ def _at(model: nn.Module, path: str) -> LayerList:
     return _listed(path, list(module))
 
 
-def _best(model: nn.Module, total: int, ranks: int) -> LayerList | None:
+def _best(model: nn.Module, ranks: int) -> LayerList | None:
+    total = sum(map(nbytes, model.parameters()))
     best: LayerList | None = None
     for name, modules in _lists(model):
         size_bytes = sum(nbytes(p) for p in {p for module in modules for p in module.parameters()})

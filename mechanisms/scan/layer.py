@@ -363,9 +363,8 @@ def scan_layer(
     states, directions = hx if isinstance(hx, tuple) else (hx,), ((w_ih, w_hh, b_ih, b_hh),)
     check_layer(mode, x, states, directions, batch_sizes)
     state = tuple(part.unsqueeze(0) for part in states)
-    turn = _unchanged
-    if reverse:
-        turn = _time_reversed if batch_sizes is None else Packing(batch_sizes, x.device).flip_packed
+    opposite = _time_reversed if batch_sizes is None or not reverse else Packing(batch_sizes, x.device).flip_packed
+    turn = opposite if reverse else _unchanged
     output, *last = _run(mode, turn(x), state, directions, solver, batch_sizes)
     return (turn(output), *(part.squeeze(0) for part in last))  # type: ignore[return-value]
 
