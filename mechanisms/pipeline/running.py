@@ -174,7 +174,7 @@ class EvaluationBroadcast(Visitor):
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
         key = layer, self._shapes
         if key not in self._outputs:
-            self._outputs[key] = shown(kind_of(None), self._rank_of(layer), self._group)  # what it is that rank says
+            self._outputs[key] = shown(kind_of(None), self._rank_of(layer), self._group)  # which says what it is
         kind = self._outputs[key]
         tensors = [one.empty(self._device) for one in kind.tensors]
         for tensor in tensors:
