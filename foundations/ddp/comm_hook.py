@@ -187,8 +187,7 @@ class DeviceReducer:
     def close(self) -> None:
         """Nothing was made."""
 
-    def abort(self) -> None:
-        """Nothing was made."""
+    abort = close
 
 
 class OwnGroupsReducer:
@@ -217,9 +216,7 @@ class OwnGroupsReducer:
         for group in groups:
             close_group(group)
 
-    def abort(self) -> None:
-        """Give the process groups back."""
-        self.close()
+    abort = close
 
 
 # What runs when DistributedDataParallel has finished a backward pass.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
@@ -158,14 +158,7 @@ class HostUpdateReport(Report):
 
     def beside(self, other: HostUpdateReport) -> HostUpdateReport:
         """Return the report of two optimizers together."""
-        return HostUpdateReport(
-            self.steps + other.steps,
-            self.updated_bytes + other.updated_bytes,
-            self.parameter_bytes + other.parameter_bytes,
-            self.state_bytes + other.state_bytes,
-            self.whole_state_bytes + other.whole_state_bytes,
-            (*self.reasons, *other.reasons),
-        )
+        return HostUpdateReport(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def what_was_done(self) -> list[str]:
         updated, of = show_bytes(self.updated_bytes), show_bytes(self.parameter_bytes)

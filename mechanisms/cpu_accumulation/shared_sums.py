@@ -258,30 +258,17 @@ class SharedFile:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    library.retime_sums_bytes.argtypes = [ctypes.c_int, ctypes.c_int64]
-    library.retime_sums_bytes.restype = ctypes.c_int64
-    library.retime_sums_open.argtypes = [
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int64,
-        ctypes.POINTER(ctypes.c_int),
-    ]
-    library.retime_sums_open.restype = ctypes.c_void_p
-    library.retime_sums_run.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int,
-        ctypes.c_double,
-        ctypes.c_int,
-        ctypes.c_int64,
-        ctypes.POINTER(ctypes.c_int),
-    ]
-    library.retime_sums_time.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)]
-    library.retime_sums_differ.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)]
+    pointer, int32, int64, double = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+    library.retime_sums_bytes.argtypes = [int32, int64]
+    library.retime_sums_bytes.restype = int64
+    library.retime_sums_open.argtypes = [int32, int32, int32, int64, ctypes.POINTER(int32)]
+    library.retime_sums_open.restype = pointer
+    run = library.retime_sums_run
+    run.argtypes = [pointer, pointer, int64, int32, double, int32, int64, ctypes.POINTER(int32)]
+    library.retime_sums_time.argtypes = [pointer, ctypes.POINTER(int64)]
+    library.retime_sums_differ.argtypes = [pointer, ctypes.POINTER(int64)]
     for name in ("stop", "fail", "close"):
-        getattr(library, f"retime_sums_{name}").argtypes = [ctypes.c_void_p]
+        getattr(library, f"retime_sums_{name}").argtypes = [pointer]
 
 
 SUMS = Source(
