@@ -20,8 +20,6 @@ import torch.distributed as dist
 from retime.foundations.ddp.comm_hook import close_group, own_group
 from retime.schedules.budget import BudgetError
 
-__all__ = ["RankAgreement", "RankLostError", "RankProcesses", "end_of_process", "is_lost_message", "machine"]
-
 T = TypeVar("T")
 
 
@@ -129,9 +127,8 @@ def machine() -> str:
     Processes in other network namespaces, as containers have, count as other machines: they share nothing else either.
     """
     parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id",):
-        with suppress(OSError):
-            parts.append(Path(path).read_text().strip())
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     for name in ("pid", "net"):
         with suppress(OSError):
             parts.append(os.readlink(f"/proc/self/ns/{name}"))

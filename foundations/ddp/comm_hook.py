@@ -33,8 +33,9 @@ class Reducer(Protocol):
 
     What holds between a reducer and the owner of DDP's communication hook that was given it:
 
-    * Who divides: the owner, before :meth:`start`, as DDP does (``ddp/mean.py``). A reducer only adds, unless it
-      is a :class:`ScalingReducer` and the factor is exact.
+    * Who divides: the owner, before :meth:`start`, as DDP does. A reducer only adds; one that has
+      ``start_scaled(key, values, scale, *, urgent)`` too multiplies each rank's values where the factor is exact, so
+      that memory is gone through once less.
     * What it gets: a bucket, or a piece of one: one-dimensional, contiguous, of the gradients' dtype, on the model's
       device. The sum is written there, and nobody else touches it before the future is done.
     * How it writes: with any operation of torch. Those raise a version counter, and who puts gradients aside (forward
@@ -68,16 +69,6 @@ class Reducer(Protocol):
         """The same after a failure: wait for nothing. What is on its way may never be done."""
 
 
-@runtime_checkable
-class ScalingReducer(Reducer, Protocol):
-    """A reducer that can scale what it sums, so that memory is gone through once less."""
-
-    def start_scaled(
-        self, key: Hashable, values: Tensor, scale: float, *, urgent: bool = False
-    ) -> torch.futures.Future[Tensor]:
-        """Start the mean as :meth:`start` does, of each rank's values times ``scale``."""
-
-
 # The ranks' mean, with the bits of DistributedDataParallel's own: it scales gradients first, and sums them then.
 #
 # It divides a gradient that was in its bucket before the backward pass. All others it multiplies by the rounded
@@ -96,8 +87,10 @@ def start_mean(
     reducer: Reducer, key: Hashable, values: Tensor, ranks: int, *, divide: bool, urgent: bool = False
 ) -> torch.futures.Future[Tensor]:
     """Begin to replace ``values`` by their mean over the ranks; a reducer divides by 2, 4, 8, ... itself, if it can."""
-    if isinstance(reducer, ScalingReducer) and is_exact(ranks):
-        return reducer.start_scaled(key, values, 1.0 / ranks, urgent=urgent)
+    start_scaled = getattr(reducer, "start_scaled", None)
+    if start_scaled is not None and is_exact(ranks):
+        scaled: torch.futures.Future[Tensor] = start_scaled(key, values, 1.0 / ranks, urgent=urgent)
+        return scaled
     scale(values, ranks, divide=divide)
     return reducer.start(key, values, urgent=urgent)
 
@@ -126,34 +119,24 @@ class MeanOfBuckets:
         if self._follows or not model.gradient_as_bucket_view:
             return
         self._follows = True
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_note, self._places))  # type: ignore[no-untyped-call]
-            for parameter in model.parameters()
-            if parameter.requires_grad
-        ]
-        weakref.finalize(model, _remove, handles)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(partial(_note, self._places))  # type: ignore[no-untyped-call]
+                weakref.finalize(model, handle.remove)
 
     def start(self, bucket: GradBucket, reducer: Reducer, ranks: int) -> torch.futures.Future[Tensor]:
         """Begin to replace what a full bucket holds by its mean over so many ranks."""
         if not self._places:
             return start_mean(reducer, bucket.index(), bucket.buffer(), ranks, divide=False)
-        self._divide(bucket, ranks)
-        return reducer.start(bucket.index(), bucket.buffer())
-
-    def _divide(self, bucket: GradBucket, ranks: int) -> None:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             scale(gradient, ranks, divide=self._places.get(id(parameter)) == gradient.data_ptr())
+        return reducer.start(bucket.index(), bucket.buffer())
 
 
 def _note(places: dict[int, int], parameter: Tensor) -> None:
     """Where a gradient is before DDP sees it; by identity, as the table must not hold what holds the hook."""
     if parameter.grad is not None:
         places[id(parameter)] = parameter.grad.data_ptr()
-
-
-def _remove(handles: list[object]) -> None:
-    for handle in handles:
-        handle.remove()  # type: ignore[attr-defined]
 
 
 # Process groups of one's own: nothing that others send queues before or behind what goes through them.
@@ -204,8 +187,7 @@ class DeviceReducer:
     def close(self) -> None:
         """Nothing was made."""
 
-    def abort(self) -> None:
-        """Nothing was made."""
+    abort = close
 
 
 class OwnGroupsReducer:
@@ -234,9 +216,7 @@ class OwnGroupsReducer:
         for group in groups:
             close_group(group)
 
-    def abort(self) -> None:
-        """Give the process groups back."""
-        self.close()
+    abort = close
 
 
 # What runs when DistributedDataParallel has finished a backward pass.
@@ -265,24 +245,29 @@ class CommHook:
 
     DDP holds what is registered where no garbage collector can look. So that refers to the model weakly, and the model
     holds the slot, and so its owner, for as long as it lives. A copy of the model has a slot of its own, which is free.
+
+    Attributes:
+        owner: who reduces gradients; None: DDP's own arithmetic does.
+        ranks: by how many DDP divides the gradients of the running backward pass.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = weakref.ref(model)
         self._registered = False
-        self._owner: HookOwner | None = None
+        self.owner: HookOwner | None = None
         self._name = ""
         self._mean: MeanOfBuckets | None = None
-        self._ranks = dist.get_world_size(model.process_group)
+        self.ranks = dist.get_world_size(model.process_group)
         self._joins = join_reader(model)
 
-    def __reduce__(self) -> "tuple[type[_NoSlot], tuple[()]]":
-        return _NoSlot, ()
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the model has none yet
 
     @property
-    def owner(self) -> HookOwner | None:
-        """Who reduces gradients; None: DDP's own arithmetic does."""
-        return self._owner
+    def _living(self) -> DistributedDataParallel:
+        model = self._model()
+        assert model is not None
+        return model
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether this is that model's slot."""
@@ -299,17 +284,16 @@ class CommHook:
         Raises:
             ValueError: another has the slot.
         """
-        if self._owner is owner:
+        if self.owner is owner:
             return
-        if self._owner is not None:
+        if self.owner is not None:
             raise ValueError(_refusal(name, self._name, f"remove that first, or {instead}"))
         if not self._registered:
             self._register(name, instead)
-        self._owner, self._name = owner, name
+        self.owner, self._name = owner, name
 
     def _register(self, name: str, instead: str) -> None:
-        model = self._model()
-        assert model is not None
+        model = self._living
         others = [getattr(hook, "__qualname__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
         try:
             model.register_comm_hook(weakref.ref(model), _hand_on)
@@ -325,8 +309,8 @@ class CommHook:
             reducer: the owner's, which ends with it.
             failed: whether a reduction may never be done.
         """
-        if self._owner is owner:
-            self._owner, self._name = None, ""
+        if self.owner is owner:
+            self.owner, self._name = None, ""
             self.mean()
         if reducer is not None:
             if failed:
@@ -337,37 +321,27 @@ class CommHook:
     def mean(self) -> MeanOfBuckets:
         """What divides buckets as DDP does; an owner that needs it asks before the first backward pass."""
         if self._mean is None:
-            model = self._model()
-            assert model is not None
-            self._mean = MeanOfBuckets(model)
+            self._mean = MeanOfBuckets(self._living)
         return self._mean
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce a bucket by the owner or, without one, as DDP does."""
         if bucket.index() == 0:
-            self._ranks = self._count_ranks()
-        if self._owner is not None:
-            return self._owner.reduce(bucket)
+            self.ranks = self._count_ranks()
+        if self.owner is not None:
+            return self.owner.reduce(bucket)
         return self.reduce_as_ddp(bucket)
 
     def reduce_as_ddp(self, bucket: GradBucket, reducer: Reducer | None = None) -> torch.futures.Future[Tensor]:
         """What DDP does without a hook: divide by the number of ranks, then sum; by this reducer, if there is one."""
-        return self.mean().start(bucket, self._now(reducer), self._ranks)
+        return self.mean().start(bucket, self._now(reducer), self.ranks)
 
-    def sum(self, bucket: GradBucket, reducer: Reducer | None = None) -> torch.futures.Future[Tensor]:
-        """Sum a full bucket, which has been divided.
+    def sum(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Sum a full bucket, which has been divided, in the wrapper's own group.
 
-        Args:
-            bucket: of the running backward pass.
-            reducer: None: the wrapper's own group does it, as inside of its ``join()``, where ranks that have no
-                batches left answer in that group.
+        Inside of its ``join()`` ranks that have no batches left answer in that group.
         """
-        return self._now(reducer).start(bucket.index(), bucket.buffer())
-
-    @property
-    def ranks(self) -> int:
-        """Return by how many DDP divides the gradients of the running backward pass."""
-        return self._ranks
+        return self._now(None).start(bucket.index(), bucket.buffer())
 
     def _count_ranks(self) -> int:
         """Fewer than all in ``join(divide_by_initial_world_size=False)``, where some have no batches left.
@@ -375,8 +349,7 @@ class CommHook:
         DDP counts them in its forward pass and shows nobody the number. A rank without batches runs this hook too, for
         zeros in the place of gradients, but in no backward pass.
         """
-        model = self._model()
-        assert model is not None
+        model = self._living
         if not self._joins(model) or not divides_by_ranks_left(model):
             return dist.get_world_size(model.process_group)
         self.mean().follow(model)  # the number may be one whose reciprocal is rounded
@@ -385,8 +358,7 @@ class CommHook:
         return max(1, int(count))
 
     def _now(self, reducer: Reducer | None) -> Reducer:
-        model = self._model()
-        assert model is not None
+        model = self._living
         return _WrappersReducer(model) if reducer is None or self._joins(model) else reducer
 
 
@@ -395,13 +367,6 @@ class _WrappersReducer(DeviceReducer):
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = model.process_group
-
-
-class _NoSlot:
-    """What a copy of a model has in its slot's place."""
-
-    def is_of(self, model: nn.Module) -> bool:
-        return False
 
 
 def comm_hook_of(model: DistributedDataParallel) -> CommHook:

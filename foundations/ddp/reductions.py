@@ -84,12 +84,11 @@ class BucketMap:
         return min((place.bucket for p in parameters if (place := self._places.get(p))), default=None)
 
     def parameters_from(self, bucket: int) -> list[Tensor]:
-        """The parameters of this bucket and of those behind it, in the order in which they lie."""
-        placed = [(place.bucket, place.start, p) for p, place in self._places.items() if place.bucket >= bucket]
-        return [p for *_, p in sorted(placed, key=lambda item: item[:2])]
+        """The parameters of this bucket and of those behind it."""
+        return [p for p, place in self._places.items() if place.bucket >= bucket]
 
     def regions(self, parameters: Iterable[Tensor]) -> list[Region]:
-        """Cut these parameters' gradients into as few pieces of neighbours as there are, in the given order."""
+        """Cut these parameters' gradients into as few pieces of neighbours as there are, as they lie in buckets."""
         lying = sorted(
             ((place, p) for p in dict.fromkeys(parameters) if (place := self._places.get(p))),
             key=lambda item: (item[0].bucket, item[0].start),

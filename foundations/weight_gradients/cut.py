@@ -336,6 +336,9 @@ class StandIns:
     Args:
         layer: whose parameters they stand for.
         on_gradient: called in the backward pass, behind each gradient that one of them gets.
+
+    Attributes:
+        arrived: gradients by stand-in, for each backward pass that was not handed on yet, by autograd's number of it.
     """
 
     def __init__(self, layer: Layer, on_gradient: Callable[[], None]) -> None:
@@ -343,8 +346,7 @@ class StandIns:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         """Parameters and their stand-ins."""
         self._now: dict[Tensor, Tensor] = {}
-        self._arrived: dict[int, dict[Tensor, Tensor]] = {}
-        """Gradients by stand-in, for each backward pass that was not handed on yet."""
+        self.arrived: dict[int, dict[Tensor, Tensor]] = {}
         mine = set(layer.parameters)
         self._places = [
             (module, name, parameter)
@@ -370,7 +372,7 @@ class StandIns:
     def _take(self, tensor: Tensor) -> None:
         gradient, tensor.grad = tensor.grad, None
         assert gradient is not None
-        self._arrived.setdefault(graph_task_id(), {})[tensor] = gradient
+        self.arrived.setdefault(graph_task_id(), {})[tensor] = gradient
         self._on_gradient()
 
     def take_out(self) -> None:
@@ -389,23 +391,14 @@ class StandIns:
             will_execute(get_gradient_edge(s).node) and will_execute(get_gradient_edge(p).node) for p, s in self._pairs
         )
 
-    @property
-    def backwards(self) -> list[int]:
-        """The backward passes whose gradients wait, by autograd's number of each."""
-        return list(self._arrived)
-
     def hand_on(self, backward: int) -> bool:
         """Send one backward pass's gradients to the parameters; returns whether there were any."""
-        arrived = self._arrived.pop(backward, {})
+        arrived = self.arrived.pop(backward, {})
         pairs = [(p, arrived[s]) for p, s in self._pairs if s in arrived and p.requires_grad]
         if pairs:
             parameters: list[Any] = [parameter for parameter, _ in pairs]
             torch.autograd.backward(parameters, [gradient for _, gradient in pairs], inputs=parameters)
         return bool(pairs)
-
-    def drop(self, backward: int) -> None:
-        """Forget one backward pass's gradients."""
-        self._arrived.pop(backward, None)
 
     def release(self) -> None:
         """No backward pass comes any more. The graph may live on and with it the stand-ins: no alias must be left."""

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,25 +57,12 @@ class Hook:
             return None
         return self._act(*given)
 
-    def __deepcopy__(self, memo: Any) -> "Hook":
-        return Hook()
-
     def __reduce__(self) -> Any:
         return Hook, ()
 
 
-def is_special() -> bool:
-    """Inside a backward pass (checkpointing recomputes there) or a function transform."""
-    return graph_task_id() != -1 or in_function_transform() or forward_ad_level() >= 0
-
-
 UNNAMED: Hashable = None
 """The pass of every forward pass that its owner gave no key."""
-
-
-def current_backward() -> int:
-    """Autograd's number of the backward pass that is running; later ones have higher numbers."""
-    return int(graph_task_id())
 
 
 class Forward:
@@ -86,31 +72,13 @@ class Forward:
         self.of = of
         self.is_over = False
         """Whether a backward pass has begun that does not keep the graph."""
-        self._cuts: list[weakref.ref[Node]] = []
-
-    def add(self, node: Node) -> None:
-        """One more layer was cut out of the graph."""
-        self._cuts.append(weakref.ref(node))
-
-    @property
-    def has_cuts(self) -> bool:
-        """Whether any layer was cut out of the graph."""
-        return bool(self._cuts)
+        self.cuts: list[weakref.ref[Node]] = []
+        """Of the layers that were cut out of the graph."""
 
     def running_cuts(self) -> list[Call]:
         """The calls whose cut nodes the running backward pass comes to."""
-        nodes = [node for reference in self._cuts if (node := reference()) is not None]
+        nodes = [node for reference in self.cuts if (node := reference()) is not None]
         return [node.call for node in nodes if will_execute(node)]  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class Finished:
-    """How many of one layer's weight gradients, one a backward pass, have reached its parameters."""
-
-    deferred: int = 0
-    """Computed just now."""
-    buffered: int = 0
-    """Computed in the backward pass, together with the output gradient."""
 
 
 class WaitingPass:
@@ -135,12 +103,13 @@ class WaitingPass:
         """Whether that keeps its graph, for another."""
         self._waiting: dict[Layer, dict[int, list[WeightGradient]]] = {}
         """Weight gradients that wait, by layer and by autograd's number of the backward pass."""
-        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        """Forward passes that a backward pass may come through."""
 
     def note(self, waiting: WeightGradient) -> None:
         """An output gradient is done; its weight gradient waits from now on."""
         self._note_backward()
-        self._waiting.setdefault(waiting.layer, {}).setdefault(current_backward(), []).append(waiting)
+        self._waiting.setdefault(waiting.layer, {}).setdefault(graph_task_id(), []).append(waiting)
 
     def stand_ins_of(self, layer: Layer) -> StandIns:
         """What stands for this layer's parameters; the same in all forward passes of this pass."""
@@ -149,30 +118,26 @@ class WaitingPass:
         return self.stand_ins[layer]
 
     def _note_backward(self) -> None:
-        backward = current_backward()
+        backward = graph_task_id()
         if backward != self._noted:
             self._noted = backward
             self._keeps_graph = bool(keeps_graph())
             self._on_backward(self)
 
-    def expect(self, forward: Forward) -> None:
-        """A backward pass may come through this forward pass."""
-        self._forwards.add(forward)
-
     @property
     def is_in_flight(self) -> bool:
         """Whether a backward pass can still come: some graph lives, and none has gone through it for good."""
-        return self._keeps_graph or any(not forward.is_over for forward in self._forwards)
+        return self._keeps_graph or any(not forward.is_over for forward in self.forwards)
 
     def waiting(self) -> set[Layer]:
         """The layers of which a weight gradient waits."""
-        return set(self._waiting) | {layer for layer, one in self.stand_ins.items() if one.backwards}
+        return set(self._waiting) | {layer for layer, one in self.stand_ins.items() if one.arrived}
 
-    def finish_layer(self, layer: Layer) -> Finished:
-        """Compute, or hand on, what waits of one layer, backward pass by backward pass."""
+    def finish_layer(self, layer: Layer) -> tuple[int, int]:
+        """Compute, or hand on, what waits of one layer, backward pass by backward pass; return how many of either."""
         computed = self._waiting.pop(layer, {})
         stand_ins = self.stand_ins.get(layer)
-        buffered = stand_ins.backwards if stand_ins is not None else []
+        buffered = {} if stand_ins is None else stand_ins.arrived
         deferred = handed = 0
         for backward in sorted({*computed, *buffered}):
             if backward in computed:
@@ -182,34 +147,27 @@ class WaitingPass:
         if stand_ins is not None and not self.is_in_flight:
             del self.stand_ins[layer]
             stand_ins.release()
-        return Finished(deferred, handed)
+        return deferred, handed
 
-    def finish_together(self, layers: Iterable[Layer]) -> Finished:
-        """Compute, or hand on, what waits of all these layers, in one call of autograd for each backward pass.
-
-        Faster than layer by layer; which gradient is there first is autograd's choice.
-        """
+    def finish_together(self, layers: list[Layer]) -> tuple[int, int]:
+        """Compute, or hand on, what waits of all these layers, in one call of autograd for each backward pass."""
         by_backward: dict[int, list[WeightGradient]] = {}
-        layers, deferred = list(layers), 0
+        deferred = 0
         for layer in layers:
             for backward, waiting in self._waiting.pop(layer, {}).items():
                 by_backward.setdefault(backward, []).extend(waiting)
                 deferred += bool(trained(waiting))
         for backward in sorted(by_backward):
             run_weight_gradients(by_backward[backward])
-        handed = [self.finish_layer(layer) for layer in layers if layer in self.stand_ins]
-        return Finished(deferred, sum(one.buffered for one in handed))
+        return deferred, sum(self.finish_layer(layer)[1] for layer in layers if layer in self.stand_ins)
 
     def forget_waiting(self, *, but: int | None = None) -> None:
         """Drop what waits of backward passes that failed, or of all but one."""
-        for layer, backwards in list(self._waiting.items()):
+        waiting: list[dict[int, Any]] = [*self._waiting.values(), *(one.arrived for one in self.stand_ins.values())]
+        for backwards in waiting:
             for backward in [one for one in backwards if one != but]:
                 del backwards[backward]
-            if not backwards:
-                del self._waiting[layer]
-        for stand_ins in self.stand_ins.values():
-            for backward in [one for one in stand_ins.backwards if one != but]:
-                stand_ins.drop(backward)
+        self._waiting = {layer: backwards for layer, backwards in self._waiting.items() if backwards}
 
     def forget(self) -> None:
         """Drop all that waits, and what no forward pass in flight needs."""
@@ -235,15 +193,20 @@ class PassesInFlight:
     Args:
         on_backward: see :class:`WaitingPass`.
         layers: whose weight gradients wait, until ``chosen`` is set.
+        order: the layers in forward order, as soon as this is known.
 
     Attributes:
-        splits: whether forward passes are split.
+        splits: whether forward passes are split. May be set between two of them, as ``chosen``.
         chosen: the layers whose weight gradients wait.
         in_flight: passes with a key that neither ended nor were dropped, in the order in which they began.
+        deferred_gradients: how many of one layer's weight gradients, one a backward pass, were computed when they were
+            asked for.
+        buffered_gradients: how many were computed together with the output gradient, and handed on then.
     """
 
-    def __init__(self, on_backward: Callable[[WaitingPass], None], layers: Iterable[Layer]) -> None:
-        self._on_backward = on_backward
+    def __init__(self, on_backward: Callable[[WaitingPass], None], layers: Iterable[Layer], order: list[Layer]) -> None:
+        self._on_backward, self._order = on_backward, order
+        self.deferred_gradients = self.buffered_gradients = 0
         self.splits = True
         self.chosen = set(layers)
         self.in_flight: dict[Hashable, WaitingPass] = {}
@@ -251,8 +214,12 @@ class PassesInFlight:
         """What forward passes belong to from now on."""
 
     @contextmanager
-    def begin(self, key: Hashable, waits: bool = True) -> Iterator[None]:
-        """Forward passes in here belong to the pass ``key``; they are split if its weight gradients are to wait.
+    def begin(self, key: Hashable, *, waits: bool = True) -> Iterator[None]:
+        """Forward passes inside of this context belong to the pass ``key``.
+
+        Args:
+            key: of the pass.
+            waits: False: its weight gradients are computed in its backward pass, as without this.
 
         Raises:
             ValueError: the key is None.
@@ -280,49 +247,53 @@ class PassesInFlight:
             raise ValueError(f"no pass {key!r} is in flight; in flight are: {list(self.in_flight)}")
         return self.in_flight[key]
 
-    def finish_layers(self, one: WaitingPass, layers: Iterable[Layer]) -> Finished:
-        """Compute the weight gradients of some layers that wait in a pass, in this order."""
-        deferred = buffered = 0
-        for layer in layers:
+    def finish(self, key: Hashable, layers: Iterable[Layer] | None = None) -> None:
+        """Compute the weight gradients that wait in a pass, in forward order, or in the order of ``layers``.
+
+        Hooks on parameters fire. The pass is gone then, unless a backward pass through it can still come or something
+        of it waits.
+
+        Raises:
+            ValueError: no such pass is in flight.
+        """
+        one = self.of(key)
+        for layer in self._order if layers is None else layers:
             try:
-                done = one.finish_layer(layer)
+                self._count(*one.finish_layer(layer))
             except RuntimeError as error:
                 if "marked" in str(error) and "ready" in str(error):
                     error.add_note(f"retime: the parameters of {layer.name!r} are read by other code too: use k=0")
                 raise
-            deferred, buffered = deferred + done.deferred, buffered + done.buffered
-        self.settle(one)
-        return Finished(deferred, buffered)
+        self._settle(one)
 
-    def finish_together(self, key: Hashable, layers: Iterable[Layer]) -> Finished:
-        """Compute all weight gradients that wait in a pass, in one call of autograd."""
+    def finish_together(self, key: Hashable) -> None:
+        """Compute all weight gradients that wait in a pass, in one call of autograd: faster, in an order of its own.
+
+        Raises:
+            ValueError: no such pass is in flight.
+        """
         one = self.of(key)
-        done = one.finish_together(layers)
-        self.settle(one)
-        return done
+        self._count(*one.finish_together(self._order))
+        self._settle(one)
 
-    def settle(self, one: WaitingPass) -> None:
+    def _count(self, deferred: int, buffered: int) -> None:
+        self.deferred_gradients += deferred
+        self.buffered_gradients += buffered
+
+    def _settle(self, one: WaitingPass) -> None:
         """A pass of which nothing waits any more is gone, unless a backward pass can still come."""
         if one.key is not UNNAMED and not one.is_in_flight and not one.waiting():
             self.in_flight.pop(one.key, None)
 
     def drop(self, key: Hashable) -> None:
-        """Compute nothing more of one pass.
+        """Compute nothing more of a pass that has a key; a backward pass that comes through it all the same raises.
 
         Raises:
-            ValueError: there is no such pass.
+            ValueError: no such pass is in flight.
         """
         one = self.of(key)
-        if key is UNNAMED:
-            one.forget()
-        else:
-            del self.in_flight[key]
-            one.drop()
-
-    def drop_all(self) -> None:
-        """Compute nothing more of any pass."""
-        for key in [UNNAMED, *self.in_flight]:
-            self.drop(key)
+        del self.in_flight[key]
+        one.drop()
 
 
 # Backward passes that would add gradients up in another order are refused before they set any gradient.
@@ -349,11 +320,11 @@ class Guard:
             root: what the model returned, or computed from it, a loss for example.
             forward: the forward pass that it comes from, which lives as long as the graph of ``root`` from now on.
         """
-        if not forward.has_cuts and not forward.of.stand_ins:
+        if not forward.cuts and not forward.of.stand_ins:
             return
         for tensor in roots_of(root):
             tensor.register_hook(lambda _: self._check(forward))  # type: ignore[no-untyped-call]
-            forward.of.expect(forward)
+            forward.of.forwards.add(forward)
 
     def _check(self, forward: Forward) -> None:
         """A backward pass has begun.
@@ -387,7 +358,7 @@ class Guard:
     def _check_pass(self, one: WaitingPass) -> None:
         if one.is_dropped:
             raise RuntimeError(f"a backward pass comes through the pass {one.key!r}, which was dropped before")
-        backward = current_backward()
+        backward = graph_task_id()
         if self._last is not None and self._last[0] == backward and self._last[1] is not one:
             raise RuntimeError(
                 f"one backward pass goes through the passes {self._last[1].key!r} and {one.key!r}, whose gradients it "
@@ -517,23 +488,13 @@ class LayerHooks:
         layers: those that :func:`find_layers` found.
         passes: where weight gradients wait.
         first_pass: shown every call until it has seen enough.
-        guard: put on what the model returns.
-        anchor: of the cut nodes.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: list[Layer],
-        passes: PassesInFlight,
-        first_pass: FirstPass,
-        guard: Guard,
-        anchor: Anchor,
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: list[Layer], passes: PassesInFlight, first_pass: FirstPass) -> None:
         self._passes = passes
         self._first_pass = first_pass
-        self._guard = guard
-        self._anchor = anchor
+        self._anchor = Anchor()
+        self._guard = Guard(self._anchor)
         self._open: list[Call | None] = []
         """The calls under way, inner ones last."""
         self._forward: Forward | None = None
@@ -572,19 +533,22 @@ class LayerHooks:
         self._handles.clear()
 
     def _defers(self) -> bool:
-        return torch.is_grad_enabled() and self._passes.splits
+        """Not inside of a backward pass (checkpointing recomputes there) or of a function transform."""
+        if not torch.is_grad_enabled() or not self._passes.splits:
+            return False
+        return graph_task_id() == -1 and not in_function_transform() and forward_ad_level() < 0
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         """The model is about to run. Once anything has been frozen or thawed, its graph is looked at anew."""
         self._first_pass.is_looking = False
-        if not self._defers() or is_special():
+        if not self._defers():
             return
         self._forward = Forward(self._passes.current)
         self._first_pass.begin(args, kwargs, any_waits=bool(self._passes.chosen))
 
     def _end(self, args: Any, output: Any) -> None:
         """The model has run."""
-        if not self._defers() or is_special():
+        if not self._defers():
             return
         self._first_pass.end(output)
         self.guard(output)
@@ -592,7 +556,7 @@ class LayerHooks:
     def _before(self, layer: Layer, args: Any, kwargs: Any) -> Any:
         """A layer is about to run."""
         self._open.append(None)
-        if not self._defers() or is_special():
+        if not self._defers():
             return None
         if self._first_pass.is_on:
             self._first_pass.note_layer(layer)
@@ -638,7 +602,7 @@ class LayerHooks:
         node, output = self._anchor.cut(call, output, hidden, current.note)
         if self._forward is None or self._forward.of is not current:  # the layer was called by itself
             self._forward = Forward(current)
-        self._forward.add(node)
+        self._forward.cuts.append(weakref.ref(node))
         return output
 
 

@@ -1,24 +1,20 @@
 """The backward pass of a model in two halves: output gradients when autograd runs, weight gradients when asked for."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 from torch import nn
 
 from retime.foundations.arguments import AtLeast, checked
-from retime.foundations.torch_private.engine import check_saved_values, queue_callback
-from retime.foundations.weight_gradients.cut import Anchor, Block, Layer, find_layers, group_into_blocks
+from retime.foundations.torch_private.engine import check_saved_values, graph_task_id, queue_callback
+from retime.foundations.weight_gradients.cut import Block, Layer, find_layers, group_into_blocks
 from retime.foundations.weight_gradients.passes import (
     UNNAMED,
-    Finished,
     FirstPass,
-    Guard,
     LayerHooks,
     PassesInFlight,
     WaitingPass,
-    current_backward,
 )
 
 
@@ -30,18 +26,18 @@ class SplitBackward:
 
         split = SplitBackward(stage)
         split.watch(stage(example))                  # shows the order; this pass runs as ever
-        with split.begin(0):
+        with split.passes.begin(0):
             first = stage(micro_batches[0])
-        with split.begin(1):
+        with split.passes.begin(1):
             second = stage(micro_batches[1])
         second.backward(gradients[1])                # output gradients only
         first.backward(gradients[0])
-        split.finish_layer(0, split.first_pass.order[0])
-        split.finish(0)                              # what is left of it, in forward order
-        split.finish(1)
+        split.passes.finish(0, split.first_pass.order[:1])
+        split.passes.finish(0)                       # what is left of it, in forward order
+        split.passes.finish(1)
 
     Gradients are the same bits as those of plain backward passes in the order in which passes are finished. Layers that
-    cannot wait (``layers_in_order``) get theirs in the backward pass. Forward passes outside of :meth:`begin` belong
+    cannot wait (``layers_in_order``) get theirs in the backward pass. Forward passes outside of ``passes.begin`` belong
     to one pass without a key (None), which begins anew with each backward pass.
 
     Args:
@@ -51,10 +47,9 @@ class SplitBackward:
 
     Attributes:
         layers: in order of registration.
-        passes: in flight; ``passes.chosen`` are the layers whose weight gradients wait, all of them at first, and
-            without ``passes.splits`` forward passes run as ever. Both may be set between two forward passes.
-            ``passes.in_flight`` has those that neither ended nor were dropped, by key.
+        passes: in flight; the weight gradients of all layers wait at first.
         first_pass: what it has shown; ``first_pass.order`` are the layers in forward order.
+        hooks: on the model and its layers.
     """
 
     @checked
@@ -67,11 +62,9 @@ class SplitBackward:
     ) -> None:
         check_saved_values()
         self.layers = find_layers(model)
-        self.deferred_gradients = self.buffered_gradients = 0
-        self.passes = PassesInFlight(on_backward, self.layers)
         self.first_pass = FirstPass(model, self.layers, on_order)
-        anchor = Anchor()
-        self._hooks = LayerHooks(model, self.layers, self.passes, self.first_pass, Guard(anchor), anchor)
+        self.passes = PassesInFlight(on_backward, self.layers, self.first_pass.order)
+        self.hooks = LayerHooks(model, self.layers, self.passes, self.first_pass)
 
     @property
     def layers_in_order(self) -> dict[str, int]:
@@ -88,95 +81,24 @@ class SplitBackward:
     def watch(self, root: Any) -> None:
         """Look at the graph under ``root`` (the loss, or what the model returned) before its first backward pass.
 
-        Given every loss, this also guards each backward pass, as :meth:`guard` does.
+        Given every loss, this also lets each backward pass raise before it sets any gradient, where it would have to
+        raise; the model's own output is guarded always. ``root`` must come from the forward pass that was last.
         """
-        self.guard(root)
+        self.hooks.guard(root)
         self.first_pass.finish(root)
-
-    def guard(self, root: Any) -> None:
-        """Let backward passes through ``root`` raise before they set any gradient, where they would have to raise.
-
-        The model's own output is guarded always. ``root`` must come from the forward pass that was last.
-        """
-        self._hooks.guard(root)
-
-    def begin(self, key: Hashable, *, waits: bool = True) -> AbstractContextManager[None]:
-        """Forward passes inside of this context belong to the pass ``key``.
-
-        Args:
-            key: of the pass.
-            waits: False: its weight gradients are computed in its backward pass, as without this.
-
-        Raises:
-            ValueError: the key is None.
-        """
-        return self.passes.begin(key, waits)
-
-    def waiting(self, key: Hashable) -> list[Layer]:
-        """The layers of which a weight gradient of this pass waits, in forward order.
-
-        Raises:
-            ValueError: no such pass is in flight.
-        """
-        waiting = self.passes.of(key).waiting()
-        return [layer for layer in self.first_pass.order if layer in waiting]
-
-    def finish_layer(self, key: Hashable, layer: Layer) -> None:
-        """Compute the weight gradients of one layer that wait in this pass; hooks on its parameters fire.
-
-        Raises:
-            ValueError: no such pass is in flight.
-        """
-        self._finish(self.passes.of(key), [layer])
-
-    def finish(self, key: Hashable, layers: Iterable[Layer] | None = None) -> None:
-        """Compute the weight gradients that wait in this pass, in forward order, or in the order of ``layers``.
-
-        The pass is gone then, unless a backward pass through it can still come or something of it waits.
-
-        Raises:
-            ValueError: no such pass is in flight.
-        """
-        self._finish(self.passes.of(key), self.first_pass.order if layers is None else layers)
-
-    def finish_together(self, key: Hashable) -> None:
-        """Compute all weight gradients that wait in this pass, in one call of autograd: faster, in an order of its own.
-
-        Raises:
-            ValueError: no such pass is in flight.
-        """
-        self._count(self.passes.finish_together(key, self.first_pass.order))
-
-    def drop(self, key: Hashable) -> None:
-        """Compute nothing more of this pass; a backward pass that comes through it all the same raises.
-
-        Raises:
-            ValueError: no such pass is in flight.
-        """
-        self.passes.drop(key)
-
-    def _finish(self, one: WaitingPass, layers: Iterable[Layer]) -> None:
-        self._count(self.passes.finish_layers(one, layers))
-
-    def _count(self, done: Finished) -> None:
-        self.deferred_gradients += done.deferred
-        self.buffered_gradients += done.buffered
-
-    def forget_forward(self) -> None:
-        """The forward pass that was last is over: :meth:`guard` guards nothing until the next."""
-        self._hooks.forget_forward()
 
     def forget(self) -> None:
         """Drop what a forward or backward pass without a key left behind that failed; keyed passes stay."""
-        self._hooks.forget()
+        self.hooks.forget()
         self.first_pass.forget()
         self.passes.unnamed.forget()
 
     def remove(self) -> None:
         """Take all hooks off, and drop every pass."""
-        self._hooks.remove()
+        self.hooks.remove()
         self.forget()
-        self.passes.drop_all()
+        for key in list(self.passes.in_flight):
+            self.passes.drop(key)
 
 
 # Deferred weight gradients: first all output gradients, then the weight gradients of the first k blocks.
@@ -243,7 +165,7 @@ class WeightGradientDeferral:
     def watch(self, root: Any) -> None:
         """Look at the graph under ``root`` (the loss, or what the model returned) before its first backward pass.
 
-        Given every loss, this also guards each backward pass, as :meth:`SplitBackward.guard` does.
+        Given every loss, this also guards each backward pass, as :meth:`SplitBackward.watch` does.
 
         Raises:
             ValueError: a name in ``blocks`` is not a module of the model, or holds no layer.
@@ -252,12 +174,12 @@ class WeightGradientDeferral:
 
     def finish(self) -> None:
         """Compute the weight gradients that wait, block by block in forward order (algorithm 2, line 6)."""
-        self.split.forget_forward()
+        self.split.hooks.forget_forward()
         self.is_finishing = True
         try:
             self._on_block(None)
             for number, block in enumerate(self.blocks):  # those beyond k wait too if k was lowered since the forward
-                self.split.finish(UNNAMED, block.layers)
+                self.split.passes.finish(UNNAMED, block.layers)
                 if number < self.k:
                     self._on_block(block)
         finally:
@@ -278,5 +200,5 @@ class WeightGradientDeferral:
 
     def _finish_behind(self, one: WaitingPass) -> None:
         """A weight gradient waits: finish where its backward pass ends. What waits of another one failed."""
-        one.forget_waiting(but=current_backward())
+        one.forget_waiting(but=graph_task_id())
         queue_callback(self.finish)

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from retime.foundations.ddp import RankLostError
 from retime.foundations.lazy_updates import ReplacedMethod, why_not_separable, why_not_this_step
 from retime.foundations.messages import show_bytes, warn_no_effect
 from retime.foundations.reports import Report
+from retime.foundations.torch_private.engine import tree_leaves, tree_map
 from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.cpu_accumulation.shared_sums import SharedSum, host_sums
 
@@ -156,14 +158,7 @@ class HostUpdateReport(Report):
 
     def beside(self, other: HostUpdateReport) -> HostUpdateReport:
         """Return the report of two optimizers together."""
-        return HostUpdateReport(
-            self.steps + other.steps,
-            self.updated_bytes + other.updated_bytes,
-            self.parameter_bytes + other.parameter_bytes,
-            self.state_bytes + other.state_bytes,
-            self.whole_state_bytes + other.whole_state_bytes,
-            (*self.reasons, *other.reasons),
-        )
+        return HostUpdateReport(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def what_was_done(self) -> list[str]:
         updated, of = show_bytes(self.updated_bytes), show_bytes(self.parameter_bytes)
@@ -243,15 +238,15 @@ def whole_state(part: dict[int, Any], ranks: SharedSum, *, keep: bool) -> dict[i
     for root in range(ranks.ranks):
         sends = root == ranks.rank
         descriptions = shown(
-            {number: _mapped(state, _described) for number, state in part.items()} if sends else None, root, ranks
+            {number: tree_map(_described, state) for number, state in part.items()} if sends else None, root, ranks
         )
         for number in descriptions:
             if sends:
-                for tensor in _tensors(part[number]):
+                for tensor in tree_leaves(part[number]):
                     if _is_sent(tensor):
                         broadcast([tensor], root, ranks)
                 continue
-            state = _mapped(descriptions[number], lambda one, root=root: _received(one, root, ranks))  # type: ignore[misc]
+            state = tree_map(partial(_received, root=root, ranks=ranks), descriptions[number])
             if keep:
                 whole[number] = state
     return {number: whole[number] for number in sorted(whole)}
@@ -259,22 +254,23 @@ def whole_state(part: dict[int, Any], ranks: SharedSum, *, keep: bool) -> dict[i
 
 def state_bytes(state: Any) -> int:
     """Return the bytes of the tensors in one parameter's state."""
-    return sum(one.nbytes for one in _tensors(state))
+    return sum(one.nbytes for one in tree_leaves(state) if isinstance(one, Tensor))
 
 
-def _is_sent(tensor: Tensor) -> bool:
-    """Whether it goes by itself: large, and laid out so that another rank can make one like it."""
-    if tensor.layout is not torch.strided or tensor.dtype not in _SENT or tensor.nbytes < SENT_ALONE_BYTES:
+def _is_sent(value: Any) -> bool:
+    """Whether it goes by itself: a large tensor, laid out so that another rank can make one like it."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    if value.dtype not in _SENT or value.nbytes < SENT_ALONE_BYTES:
+        return False
+    return torch.empty_like(value, device="meta").stride() == value.stride()
 
 
 def _described(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if not _is_sent(value):
-        return value.detach().clone()  # without the rest of the storage that it is a view of
-    return _Coming(tuple(value.shape), value.stride(), value.dtype)
+    if _is_sent(value):
+        return _Coming(tuple(value.shape), value.stride(), value.dtype)
+    # without the rest of the storage that it is a view of
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _received(value: Any, root: int, ranks: SharedSum) -> Any:
@@ -283,26 +279,6 @@ def _received(value: Any, root: int, ranks: SharedSum) -> Any:
     tensor = value.empty()
     broadcast([tensor], root, ranks)
     return tensor
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure with ``change`` of what is in it, in its order."""
-    if isinstance(value, dict):
-        return {key: _mapped(one, change) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(one, change) for one in value)
-    return change(value)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the order in which :func:`_mapped` meets them."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if type(value) in (list, tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, Tensor):
-        yield value
 
 
 _PATIENCE = timedelta(seconds=5)

@@ -119,16 +119,16 @@ class HostReducer:
 
     def close(self) -> None:
         """Give threads, host memory and process groups back; when nothing is on its way."""
-        lanes, self._lanes = self._lanes, []
-        for lane in lanes:
-            lane.close()
-        self._buffers.clear()
+        self._end(_Lane.close)
 
     def abort(self) -> None:
         """The same without a wait for sums that other ranks may never join; theirs end with an error at once."""
+        self._end(_Lane.abort)
+
+    def _end(self, end: Callable[[_Lane], None]) -> None:
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
-            lane.abort()
+            end(lane)
         self._buffers.clear()
 
     def _reduce(

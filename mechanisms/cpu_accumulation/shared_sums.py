@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -258,30 +258,17 @@ class SharedFile:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    library.retime_sums_bytes.argtypes = [ctypes.c_int, ctypes.c_int64]
-    library.retime_sums_bytes.restype = ctypes.c_int64
-    library.retime_sums_open.argtypes = [
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int64,
-        ctypes.POINTER(ctypes.c_int),
-    ]
-    library.retime_sums_open.restype = ctypes.c_void_p
-    library.retime_sums_run.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int,
-        ctypes.c_double,
-        ctypes.c_int,
-        ctypes.c_int64,
-        ctypes.POINTER(ctypes.c_int),
-    ]
-    library.retime_sums_time.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)]
-    library.retime_sums_differ.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)]
+    pointer, int32, int64, double = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+    library.retime_sums_bytes.argtypes = [int32, int64]
+    library.retime_sums_bytes.restype = int64
+    library.retime_sums_open.argtypes = [int32, int32, int32, int64, ctypes.POINTER(int32)]
+    library.retime_sums_open.restype = pointer
+    run = library.retime_sums_run
+    run.argtypes = [pointer, pointer, int64, int32, double, int32, int64, ctypes.POINTER(int32)]
+    library.retime_sums_time.argtypes = [pointer, ctypes.POINTER(int64)]
+    library.retime_sums_differ.argtypes = [pointer, ctypes.POINTER(int64)]
     for name in ("stop", "fail", "close"):
-        getattr(library, f"retime_sums_{name}").argtypes = [ctypes.c_void_p]
+        getattr(library, f"retime_sums_{name}").argtypes = [pointer]
 
 
 SUMS = Source(
@@ -304,71 +291,46 @@ def sums_library() -> ctypes.CDLL | NoLibraryError:
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(minutes=30)
-_LEAST_CHUNK_BYTES = 2**12
-
-
-class HostSums(Protocol):
-    """Adds tensors in host memory up over the ranks; one at a time, in the same order on all of them."""
-
-    note: str
-    """How, for reports."""
-
-    @property
-    def shared(self) -> SharedSum | None:
-        """Return the sum of this machine's ranks alone; None: they share no memory."""
-
-    def add(self, values: Tensor, scale: float = 1.0) -> None:
-        """Replace ``values``, shape ``(n,)``, by their sum, each rank's times ``scale``."""
-
-    def times(self) -> SumTimes | None:
-        """Where the time of sums went since the last call, from the first one on; None where nobody can tell."""
-
-    def stop(self) -> bool:
-        """After a failure: whether a sum that another thread runs is sure to end now, with an error."""
-
-    def close(self, *, running: bool = False) -> None:
-        """Give back what was made for this.
-
-        Args:
-            running: a sum may still run, which :meth:`stop` could not end.
-        """
 
 
 class GlooSums:
-    """Through a process group, where memory cannot be shared.
+    """Sums through a process group, where memory cannot be shared; one at a time, in the same order on all ranks.
 
     Args:
         group: of the gloo backend; closed with this.
-        note: why.
+        note: why, for reports.
+
+    Attributes:
+        shared: the sum of this machine's ranks alone; None: they share no memory.
     """
 
-    shared = None
+    shared: SharedSum | None = None
 
     def __init__(self, group: Any, note: str) -> None:
         self._group, self.note = group, note
 
     def add(self, values: Tensor, scale: float = 1.0) -> None:
-        """Sum by an all-reduce; half precision in float32."""
+        """Replace ``values``, shape ``(n,)``, by their sum, each rank's times ``scale``; half precision in float32."""
         if scale != 1:
             values.mul_(scale)
         _all_reduce(values, self._group)
 
     def times(self) -> SumTimes | None:
-        """gloo does not tell."""
+        """Where the time of sums went since the last call, from the first one on; gloo does not tell."""
         return None
 
     def stop(self) -> bool:
-        """The group's own timeout ends it."""
+        """After a failure: whether a sum that another thread runs is sure to end now; the group has its own timeout."""
         return False
 
     def close(self, *, running: bool = False) -> None:
-        """Give the group back."""
+        """Give the group back; ``running``: a sum may still run, which :meth:`stop` could not end."""
         group, self._group = self._group, None
         close_group(group)
 
 
 class MachineSums:
-    """Sums in shared memory within each machine; one rank of each then adds up over the machines.
+    """The same in shared memory within each machine; one rank of each then adds up over the machines.
 
     Args:
         shared: of this machine's ranks.
@@ -406,6 +368,9 @@ class MachineSums:
         groups, self._leaders, self._control = (self._leaders, self._control), None, None
         for group in groups:
             close_group(group)
+
+
+HostSums = GlooSums | MachineSums
 
 
 @dataclass(frozen=True)
@@ -476,9 +441,9 @@ def _made(library: Any, ranks: int) -> tuple[SharedFile | None, int, str]:
         try:
             return SharedFile.make(wanted), chunk_bytes, ""
         except OSError as error:
-            if chunk_bytes <= _LEAST_CHUNK_BYTES:
+            if chunk_bytes <= _PAGE:
                 return None, chunk_bytes, f"no {wanted} bytes of shared memory for {ranks} ranks: {error}"
-            chunk_bytes = max(_LEAST_CHUNK_BYTES, chunk_bytes // 4096 // 4 * 4096)
+            chunk_bytes = max(_PAGE, chunk_bytes // _PAGE // 4 * _PAGE)
 
 
 def _gathered(mine: T, group: Any) -> list[T]:

@@ -101,47 +101,6 @@ class CrossIterationUpdates(ForwardFusion):
         return buckets + super()._waiting_buckets(arrived)
 
 
-# The optimizers whose updates wait for their own gradients only.
-
-
-class DeferredOptimizers:
-    """One :class:`CrossIterationUpdates` an optimizer; those that were removed leave their counts and nothing else.
-
-    Args:
-        model: of the parameters.
-        reduction_of: the all-reduce that carries a parameter's gradient, if one is on its way.
-    """
-
-    def __init__(self, model: nn.Module, reduction_of: Callable[[Tensor], Reduction | None]) -> None:
-        self._model, self._reduction_of = model, reduction_of
-        self._updates: list[CrossIterationUpdates] = []
-        self._detached = FusionReport("forward")
-
-    def attach(self, optimizer: Optimizer) -> CrossIterationUpdates:
-        """Let this optimizer's updates wait."""
-        updates = CrossIterationUpdates(optimizer, self._model, self._reduction_of, self._detach)
-        self._updates.append(updates)
-        return updates
-
-    def _detach(self, updates: CrossIterationUpdates) -> None:
-        self._updates.remove(updates)
-        self._detached = self._detached.beside(updates.report())
-
-    def flush(self) -> None:
-        """Run every update that is still pending."""
-        for updates in self._updates:
-            updates.flush()
-
-    def remove(self) -> None:
-        """Bring all parameters up to date and give the optimizers their own methods back."""
-        for updates in list(self._updates):
-            updates.remove()
-
-    def report(self) -> FusionReport:
-        """What was fused, over all optimizers that are or were attached."""
-        return functools.reduce(FusionReport.beside, (updates.report() for updates in self._updates), self._detached)
-
-
 # Which wrapped models can be re-ordered.
 
 SUPPORTED_BACKENDS = ("gloo", "nccl")
@@ -179,18 +138,23 @@ class BucketPlan:
     Args:
         buckets: of the wrapper, as it will keep them.
         blocks: the first k.
+
+    Attributes:
+        first_bucket: from which on gradients leave by this plan, not when the wrapper finds the bucket full; None:
+            those of all buckets leave then.
+        others: sent before the first weight gradient that waited: they share buckets with those that wait.
+        behind: what leaves behind a block's weight gradients, by the block's name.
     """
 
     def __init__(self, buckets: BucketMap, blocks: list[Block]) -> None:
         mine = [[p for layer in block.layers for p in layer.parameters] for block in blocks]
         chosen = {p for parameters in mine for p in parameters}
-        self._first_bucket = buckets.first_bucket_of(chosen)
+        self.first_bucket = buckets.first_bucket_of(chosen)
         self.others: list[Region] = []
-        """Sent before the first weight gradient that waited: they share buckets with those that wait."""
-        self._behind: dict[str, list[Region]] = {}
-        if self._first_bucket is None:
+        self.behind: dict[str, list[Region]] = {}
+        if self.first_bucket is None:
             return
-        self.others = buckets.regions(p for p in buckets.parameters_from(self._first_bucket) if p not in chosen)
+        self.others = buckets.regions(p for p in buckets.parameters_from(self.first_bucket) if p not in chosen)
         gathered: list[Tensor] = []
         sent: set[Tensor] = set()
         for block, parameters in zip(blocks, mine, strict=True):
@@ -198,21 +162,8 @@ class BucketPlan:
             sent.update(parameters)
             size = sum(p.numel() * p.element_size() for p in gathered)
             if gathered and (size >= SMALLEST_MESSAGE_BYTES or block is blocks[-1]):
-                self._behind[block.name] = buckets.regions(gathered)
+                self.behind[block.name] = buckets.regions(gathered)
                 gathered = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether everything leaves when the wrapper finds its bucket full."""
-        return self._first_bucket is None
-
-    def holds(self, bucket: int) -> bool:
-        """Whether this bucket's gradients leave by this plan, not when the wrapper finds the bucket full."""
-        return self._first_bucket is not None and bucket >= self._first_bucket
-
-    def behind(self, block: Block) -> list[Region]:
-        """What leaves behind this block's weight gradients."""
-        return self._behind.get(block.name, [])
 
 
 # When a backward pass starts its all-reduces: buckets as they fill, gradients that waited as the plan says.
@@ -225,42 +176,25 @@ class BucketScheduler:
         model: whose buckets are sent.
         reducer: sums; it stays its owner's.
         divide: whether gradients are divided by the number of ranks, or multiplied by its rounded reciprocal.
+
+    Attributes:
+        buckets: of the wrapper, as far as they are known.
+        reductions: that were begun.
+        plan: what leaves in our own order; None: everything leaves when its bucket is full.
+        never_rebuilds: whether the wrapper keeps the buckets that it was built with.
     """
 
     def __init__(self, model: DistributedDataParallel, reducer: Reducer, *, divide: bool) -> None:
         self._model = model
-        self._map = BucketMap()
-        self._reductions = Reductions(reducer, dist.get_world_size(model.process_group), divide=divide)
+        self.buckets = BucketMap()
+        self.reductions = Reductions(reducer, dist.get_world_size(model.process_group), divide=divide)
         self.never_rebuilds = model.find_unused_parameters and not model.static_graph
-        """Whether the wrapper keeps the buckets that it was built with."""
-        self._plan: BucketPlan | None = None
+        self.plan: BucketPlan | None = None
 
     @property
-    def is_steady(self) -> bool:
-        """Whether the wrapper's buckets are known, and will stay."""
-        return self._map.is_steady
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether blocks have been chosen whose gradients leave in our own order."""
-        return self._plan is not None
-
-    @property
-    def waits_for_some(self) -> bool:
-        """Whether some gradients leave in our own order."""
-        return self._plan is not None and not self._plan.is_empty
-
-    def forget_buckets(self) -> None:
-        """The wrapper is about to build its buckets anew."""
-        self._map.forget()
-
-    def forget_plan(self) -> None:
-        """Everything leaves when its bucket is full."""
-        self._plan = None
-
-    def plan(self, blocks: list[Block]) -> None:
-        """The gradients of these blocks, the first k, leave in our own order from now on."""
-        self._plan = BucketPlan(self._map, blocks)
+    def first_bucket(self) -> int | None:
+        """The first of the buckets that leave in our own order, if any do."""
+        return None if self.plan is None else self.plan.first_bucket
 
     def start_full(self, bucket: GradBucket, *, defers: bool) -> None:
         """Begin the all-reduce of a bucket that the wrapper has found full, unless it leaves in our own order.
@@ -272,26 +206,23 @@ class BucketScheduler:
         Raises:
             RuntimeError: the wrapper has built its buckets anew, and gradients were sent from the old ones.
         """
-        ours = defers and self._plan is not None and self._plan.holds(bucket.index())
+        first = self.first_bucket
+        ours = defers and first is not None and bucket.index() >= first
         final = has_rebuilt_buckets(self._model) or self.never_rebuilds
-        if not self._map.learn(bucket, final=final) and ours:
+        if not self.buckets.learn(bucket, final=final) and ours:
             raise RuntimeError(
                 "DistributedDataParallel built its buckets anew in the middle of training, and gradients were sent "
                 "from the old ones: use k=0 for this model"
             )
         if not ours:
-            self._reductions.start(bucket.index(), bucket.parameters(), bucket.buffer(), urgent=False)
+            self.reductions.start(bucket.index(), bucket.parameters(), bucket.buffer(), urgent=False)
 
     def start_behind(self, block: Block | None) -> None:
         """Begin what leaves behind this block's weight gradients; None: before the first of those that waited."""
-        if self._plan is None:
+        if self.plan is None:
             return
-        for region in self._plan.others if block is None else self._plan.behind(block):
-            self._reductions.start(region.place, region.parameters, region.values, urgent=block is not None)
-
-    def take(self) -> list[Reduction]:
-        """What was begun since the last call."""
-        return self._reductions.take()
+        for region in self.plan.others if block is None else self.plan.behind.get(block.name, []):
+            self.reductions.start(region.place, region.parameters, region.values, urgent=block is not None)
 
 
 # What out-of-order backprop really did.
@@ -375,41 +306,36 @@ class InFlightReductions:
     Args:
         report: counts the steps in which a gradient was read before the next forward pass.
         cross_iteration: whether whoever reads a gradient waits for it; False: the end of the backward pass does.
+
+    Attributes:
+        carrying: the all-reduce that carries a parameter's gradient, of those on their way.
     """
 
     def __init__(self, report: OutOfOrderReport, *, cross_iteration: bool) -> None:
         self._report = report
         self._cross_iteration = cross_iteration
-        self._carrying: dict[Tensor, Reduction] = {}
+        self.carrying: dict[Tensor, Reduction] = {}
         self._read_early = False
-
-    def reduction_of(self, parameter: Tensor) -> Reduction | None:
-        """The all-reduce that carries this parameter's gradient, if one is on its way."""
-        return self._carrying.get(parameter)
 
     def expect(self, reductions: Iterable[Reduction]) -> None:
         """The backward pass has ended, and these were begun in it."""
         self._read_early = False
-        self._carrying.clear()
+        self.carrying.clear()
         for reduction in reductions:
             if self._cross_iteration:
                 reduction.watch(self._on_early_read)
             else:
                 reduction.wait()
-            self._carrying.update(dict.fromkeys(reduction.parameters, reduction))
+            self.carrying.update(dict.fromkeys(reduction.parameters, reduction))
 
     def settle(self) -> None:
         """Wait for all of them."""
-        settle_gradients(list(self._carrying))
-
-    def forget(self) -> None:
-        """Nothing is on its way any more."""
-        self._carrying.clear()
+        settle_gradients(list(self.carrying))
 
     def release(self) -> None:
         """Let parameters wait for nothing more, whether or not it has arrived."""
-        release(self._carrying)
-        self._carrying.clear()
+        release(self.carrying)
+        self.carrying.clear()
 
     def _on_early_read(self) -> None:
         if not self._read_early:
@@ -494,7 +420,8 @@ class OutOfOrderDataParallel:
         self.k_choice = KChoice(model, self._deferral, k, most, known_k)
         self._divide = divide
         self._arrivals = InFlightReductions(self._report, cross_iteration=cross_iteration)
-        self._updates = DeferredOptimizers(model.module, self._arrivals.reduction_of)
+        self._updates: list[CrossIterationUpdates] = []
+        self._detached = FusionReport("forward")  # counts of those that were removed
         self._handles: list[Any] = []
         self._removed = False
         if dist.get_world_size(model.process_group) < 2:
@@ -536,7 +463,13 @@ class OutOfOrderDataParallel:
         Returns:
             The fusion that does it; when it is removed, nothing here refers to the optimizer any more.
         """
-        return self._updates.attach(optimizer)
+        updates = CrossIterationUpdates(optimizer, self.model.module, self._arrivals.carrying.get, self._detach)
+        self._updates.append(updates)
+        return updates
+
+    def _detach(self, updates: CrossIterationUpdates) -> None:
+        self._updates.remove(updates)
+        self._detached = self._detached.beside(updates.report())
 
     def watch(self, loss: Any) -> None:
         """Look at the graph under the loss before its first backward pass; otherwise the model's output is taken."""
@@ -547,19 +480,20 @@ class OutOfOrderDataParallel:
     def flush(self) -> None:
         """Wait for every all-reduce and run every update that is still pending."""
         self._arrivals.settle()
-        self._updates.flush()
-        self._arrivals.forget()
+        for updates in self._updates:
+            updates.flush()
+        self._arrivals.carrying.clear()
 
     def report(self) -> OutOfOrderReport:
         """What was done so far."""
         report = self._report
         report.blocks, report.k = len(self._deferral.blocks), self.k
         report.bucket_bytes = int(self.model.bucket_bytes_cap)
-        report.deferred_gradients = self._deferral.split.deferred_gradients
-        report.buffered_gradients = self._deferral.split.buffered_gradients
+        report.deferred_gradients = self._passes.deferred_gradients
+        report.buffered_gradients = self._passes.buffered_gradients
         report.layers_in_order = self._deferral.split.layers_in_order
         report.buffered_layers = self._deferral.split.buffered_layers
-        fused = self._updates.report()
+        fused = functools.reduce(FusionReport.beside, (one.report() for one in self._updates), self._detached)
         report.fused_updates, report.late_updates = fused.fused_updates, fused.late_updates
         report.plain_steps = fused.plain_steps
         reason = self.k_choice.order_stays_because
@@ -585,7 +519,8 @@ class OutOfOrderDataParallel:
             failed = False
         finally:
             self._arrivals.release()
-            self._updates.remove()
+            for updates in list(self._updates):
+                updates.remove()
             for handle in self._handles:
                 handle.remove()
             self._deferral.remove()
@@ -593,9 +528,9 @@ class OutOfOrderDataParallel:
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         synchronised = model.training and torch.is_grad_enabled() and self.model.require_backward_grad_sync
-        if not self._sending.is_steady:
+        if not self._sending.buckets.is_steady:
             self.flush()
-            self._sending.forget_buckets()  # the wrapper is about to build its buckets anew
+            self._sending.buckets.forget()  # the wrapper is about to build them anew
         if synchronised:
             self._deferral.split.forget()
             self._choose_k()
@@ -609,14 +544,14 @@ class OutOfOrderDataParallel:
 
     def _choose_k(self) -> None:
         sending = self._sending
-        if not sending.is_steady:
-            sending.forget_plan()
-            self._deferral.k = 0
+        if not sending.buckets.is_steady:
+            sending.plan, self._deferral.k = None, 0
             return
-        k = self.k_choice.next_step(is_first=not sending.has_plan, steps=self._report.steps)
-        if k is not None and (k != self._deferral.k or not sending.has_plan):
+        is_first = sending.plan is None
+        k = self.k_choice.next_step(is_first=is_first, steps=self._report.steps)
+        if k is not None and (k != self._deferral.k or is_first):
             self._deferral.k = k
-            sending.plan(self._deferral.blocks[:k])
+            sending.plan = BucketPlan(sending.buckets, self._deferral.blocks[:k])
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Report a full bucket as done, and start its all-reduce unless it leaves in our own order."""
@@ -639,11 +574,11 @@ class OutOfOrderDataParallel:
         """All buckets are full; the weight gradients that waited may still be on the way through their last lines."""
         if self._deferral.is_finishing:
             return
-        if self._passes.splits and self._sending.waits_for_some:
+        if self._passes.splits and self._sending.first_bucket is not None:
             self._deferral.finish()  # none of the chosen layers could be cut out, so nothing waited
         else:
             self._arrange_waits()
 
     def _arrange_waits(self) -> None:
         self._report.steps += 1
-        self._arrivals.expect(self._sending.take())
+        self._arrivals.expect(self._sending.reductions.take())

@@ -130,29 +130,7 @@ def sizes_of(deferral: WeightGradientDeferral) -> tuple[dict[int, int], dict[int
 
 def extra_bytes(deferral: WeightGradientDeferral, k: int) -> int:
     """How much higher than in the conventional order the peak is at this k, simulated from measured sizes."""
-    layers = len(deferral.blocks)
-    if layers == 0 or k == 0:
-        return 0
-    return max(0, _peak(deferral, k) - _peak(deferral, 0))
-
-
-def largest_affordable_k(deferral: WeightGradientDeferral, max_memory: int | None, plain_peak_bytes: int) -> int:
-    """The largest k within ``max_memory`` bytes; without a bound the number of blocks.
-
-    Raises:
-        ValueError: ``max_memory`` is below ``plain_peak_bytes``, what a step takes with nothing deferred.
-    """
-    blocks = len(deferral.blocks)
-    if max_memory is None or blocks == 0:
-        return blocks
-    inputs, gradients = sizes_of(deferral)
-    return largest_k(
-        blocks,
-        max_memory,
-        activation_bytes=inputs,
-        output_gradient_bytes=gradients,
-        plain_peak_bytes=plain_peak_bytes,
-    )
+    return max(0, _peak(deferral, k) - _peak(deferral, 0)) if deferral.blocks and k else 0
 
 
 def _peak(deferral: WeightGradientDeferral, k: int) -> int:
@@ -254,7 +232,7 @@ class KChoice:
     @property
     def measured(self) -> dict[int, float] | None:
         """Seconds a step by k, in the order in which they were measured; None: nothing was searched for."""
-        return dict(self._tuner.measured) if self._tuner is not None else None
+        return None if self._tuner is None else self._tuner.measured
 
     def want(self, k: K) -> None:
         """Use this k from the next step on; ``"auto"`` searches again.
@@ -320,7 +298,8 @@ class KChoice:
         if self._wanted != "auto":
             if not is_first and not self._changed:
                 return None
-            chosen = self._bounded(self._wanted)
+            self.check_range()
+            chosen = min(self._wanted, self._affordable())
             self._changed = False
             return chosen
         return self._search(blocks, steps)
@@ -349,15 +328,24 @@ class KChoice:
         if (self._largest(mark), -self._largest(-mark)) != (mark, mark):
             self.keep_order(RANKS_DIFFER)
 
-    def _bounded(self, k: int) -> int:
-        self.check_range(k)
-        return min(k, self._affordable())
-
     def _affordable(self) -> int:
+        """The largest k within the memory bound; without a bound the number of blocks.
+
+        Raises:
+            ValueError: the bound is below what a step takes with nothing deferred.
+        """
+        blocks = len(self._deferral.blocks)
         if self._max_memory is None:
-            return len(self._deferral.blocks)
-        peak = peak_so_far(next(self._model.module.parameters()).device)
-        return largest_affordable_k(self._deferral, self._max_memory, int(self._largest(peak)))
+            return blocks
+        peak = self._largest(peak_so_far(next(self._model.module.parameters()).device))
+        inputs, gradients = sizes_of(self._deferral)
+        return largest_k(
+            blocks,
+            self._max_memory,
+            activation_bytes=inputs,
+            output_gradient_bytes=gradients,
+            plain_peak_bytes=int(peak),
+        )
 
     def _largest(self, value_here: float) -> float:
         return self._ranks.largest(lambda: value_here, _CHOOSING)

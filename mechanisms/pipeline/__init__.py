@@ -1,12 +1,7 @@
 """Pipeline parallel training of ordinary modules, with gradient fast-forwarding and modulo allocation."""
 
-from retime.mechanisms.pipeline.checks import (
-    PipelineError,
-    RankLostError,
-    check_optimizer,
-    messages_of_group,
-    warn_of_parts,
-)
+from retime.foundations.ddp import RankLostError
+from retime.mechanisms.pipeline.checks import PipelineError, check_optimizer, messages_of_group, warn_of_parts
 from retime.mechanisms.pipeline.layers import find_layers
 from retime.mechanisms.pipeline.losses import (
     Examples,

@@ -7,38 +7,41 @@ itself (grad mode, autocast, saved-tensor hooks) stays with its micro-batch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from retime.foundations.preserve_state import seed_torch
-from retime.foundations.torch_private.engine import tree_flatten, tree_map, tree_unflatten
+from retime.foundations.torch_private.engine import tree_flatten, tree_map
 from retime.foundations.torch_private.tensors import base_of, kept_version
 
 # Hooks at the layers of a model, where a step stops, or goes past what lies on another rank.
 
 
-class Visitor(Protocol):
-    """Whoever is asked at each layer."""
+class Visitor:
+    """Whoever is asked at each layer; this one lets all of them run here, as they are."""
 
-    def before(self, layer: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """A layer is called; other arguments for it, or None."""
+    def before(self, layer: int, args: Any, kwargs: Any) -> Any:
+        """A layer is called; other arguments for it and keywords, or None."""
 
     def is_here(self, layer: int) -> bool:
         """Whether it runs on this rank."""
+        return True
 
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
         """What a layer returns that does not run here."""
+        raise AssertionError
 
     def after(self, layer: int, output: Any) -> Any:
         """What a layer returns that has run here."""
+        return output
 
 
 class LayerInterceptors:
@@ -59,6 +62,15 @@ class LayerInterceptors:
         ]
         for number, layer in enumerate(layers):
             vars(layer)["forward"] = _Gate(self, number, layer)
+
+    @contextmanager
+    def visited_by(self, visitor: Visitor) -> Iterator[None]:
+        """Inside, this visitor decides."""
+        before, self.visitor = self.visitor, visitor
+        try:
+            yield
+        finally:
+            self.visitor = before
 
     def remove(self) -> None:
         """Give the layers their own ``forward`` back."""
@@ -209,15 +221,8 @@ def tensors_in_order(value: Any) -> list[Tensor]:
 
 def replaced_tensors(value: Any, tensors: dict[int, Tensor]) -> Any:
     """A copy of a nested value with other tensors at some places of :func:`tensors_in_order`."""
-    leaves, structure = tree_flatten(value)
-    number, changed = 0, []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            changed.append(tensors.get(number, leaf))
-            number += 1
-        else:
-            changed.append(leaf)
-    return tree_unflatten(changed, structure)
+    counter = count()
+    return tree_map(lambda leaf: tensors.get(next(counter), leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def shapes_of(value: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
@@ -328,17 +333,17 @@ class SuspendedCall:
         call: without arguments.
         workers: one of which runs it.
         seed: of what it draws in front of the layers; each layer behind the first has one of its own, so that numbers
-            do not depend on where the model is cut. None: nothing is seeded.
+            do not depend on where the model is cut.
 
     Attributes:
         leaves: what received tensors are inside of the call, from the last edge on.
         received: by layer and place in its arguments, those that a checkpoint around the layer computes from again.
     """
 
-    def __init__(self, call: Callable[[], Any], workers: Workers, seed: int | None = None) -> None:
+    def __init__(self, call: Callable[[], Any], workers: Workers, seed: int) -> None:
         self.leaves: list[Tensor] = []
         self.received: dict[int, dict[int, Tensor]] = {}
-        self._seed = seed
+        self.seed = seed
         self._call: Callable[[], Any] | None = call
         self._workers = workers
         self._inbox: SimpleQueue[Any] = SimpleQueue()
@@ -379,11 +384,6 @@ class SuspendedCall:
         if self._wants_end:
             raise _Closed
         return answer
-
-    def draw_for(self, layer: int) -> None:
-        """Inside of the call: a layer begins."""
-        if self._seed is not None:
-            draw_for(layer, self._seed)
 
     def close(self) -> None:
         """The rest is not wanted: the call ends where it stands, with its ``finally`` blocks."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,21 +22,9 @@ from retime.foundations.parts import Recorder
 from retime.foundations.torch_private.engine import tree_leaves
 from retime.foundations.torch_private.layers import BatchNormBase
 from retime.foundations.torch_private.tensors import tensor_hooks, version_of
-from retime.mechanisms.pipeline.calls import replaced_tensors, tensors_in_order
+from retime.mechanisms.pipeline.calls import Visitor, replaced_tensors, tensors_in_order
 
-__all__ = [
-    "ChangedBuffers",
-    "LayerResults",
-    "PipelineError",
-    "RankLostError",
-    "check_optimizer",
-    "messages_of",
-    "messages_of_group",
-    "refuse_kinds",
-    "warn_of_gradient_hooks",
-    "warn_of_parts",
-]
-
+T = TypeVar("T")
 
 # Which optimizers may run on each rank for the layers that it has.
 
@@ -96,6 +84,28 @@ def messages_of_group(group: Any) -> Any:
     return messages_of(whose)
 
 
+def gathered_by_all(mine: T, group: Any) -> list[T]:
+    """What each rank of a group gives, on all of them; all ranks call this."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    with messages_of_group(group):
+        dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def shown(mine: T, rank: int, group: Any) -> T:
+    """What one rank of a group gives, on all of them; all ranks call this."""
+    payload = [mine]
+    with messages_of_group(group):
+        dist.broadcast_object_list(payload, dist.get_global_rank(group, rank), group=group)
+    return payload[0]
+
+
+def broadcast(tensor: Tensor, rank: int, group: Any) -> None:
+    """Replace a contiguous tensor by that of one rank of a group; all ranks call this."""
+    with messages_of_group(group):
+        dist.broadcast(tensor, dist.get_global_rank(group, rank), group=group)
+
+
 # What goes between the layers of a pipeline: what cannot, and noise in it, to see what is made of unlike samples.
 
 _STRONGEST = 4.0
@@ -126,7 +136,7 @@ def _is_checkpointed_reentrantly() -> bool:
     return frame is not None
 
 
-class LayerResults:
+class LayerResults(Visitor):
     """A visitor that looks at what goes between the layers, and adds noise to what they return if it is asked to.
 
     Attributes:
@@ -153,27 +163,19 @@ class LayerResults:
         self._recorder = recorder
 
     @contextmanager
-    def noisy(self, noise: str | None) -> Iterator[None]:
-        """Inside, outputs of layers have noise.
+    def samples(self, first: int, count: int, whole: int, noise: str | None = None) -> Iterator[None]:
+        """Inside, a step runs on samples of the first batch, the same number ``first`` there in all runs.
 
         Args:
-            noise: ``"added"``; ``"multiplied"``, which keeps signs and bounds; ``"bounded"``: added, but to what is
-                from 0 to 1, as an error of a loss that gets no probability would end a GPU's process.
+            noise: in outputs of layers: ``"added"``; ``"multiplied"``, which keeps signs and bounds; ``"bounded"``:
+                added, but to what is from 0 to 1, as an error of a loss that gets no probability would end a GPU's
+                process.
         """
-        self._noise = noise
+        self._samples, self._noise = (first, count, whole), noise
         try:
             yield
         finally:
-            self._noise = None
-
-    @contextmanager
-    def samples(self, first: int, count: int, whole: int) -> Iterator[None]:
-        """Inside, a step runs on samples of the first batch, the same number ``first`` there in all runs."""
-        self._samples = first, count, whole
-        try:
-            yield
-        finally:
-            self._samples = None
+            self._samples = self._noise = None
 
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
         name = repr(self._names[layer])
@@ -187,12 +189,6 @@ class LayerResults:
 
         if self._recorder is not None:
             self._recorder.inside += 1
-
-    def is_here(self, layer: int) -> bool:
-        return True
-
-    def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
-        raise AssertionError
 
     def after(self, layer: int, output: Any) -> Any:
         refuse_kinds(repr(self._names[layer]), output)
@@ -216,15 +212,10 @@ class LayerResults:
             elif self._axes.get(key):
                 changed[number] = self._with_noise(tensor, key, min(self._axes[key]))
             elif len(self._orders.get(key, ())) == 1:
-                count = self._samples[1]
-                if self._orders[key] == {"blocks"}:  # [samples * steps, ...]
-                    changed[number] = self._with_noise(tensor.reshape(count, -1, *tensor.shape[1:]), key, 0).flatten(
-                        0, 1
-                    )
-                else:  # as torch.cat() puts views of samples
-                    changed[number] = self._with_noise(tensor.reshape(-1, count, *tensor.shape[1:]), key, 1).flatten(
-                        0, 1
-                    )
+                # [samples * steps, ...], or as torch.cat() puts views of samples
+                axis = 0 if self._orders[key] == {"blocks"} else 1
+                rows = tensor.unflatten(0, (self._samples[1], -1) if axis == 0 else (-1, self._samples[1]))
+                changed[number] = self._with_noise(rows, key, axis).flatten(0, 1)
         return replaced_tensors(output, changed) if changed else output
 
     def _note_rows(self, key: tuple[int, int], tensor: Tensor) -> None:
@@ -330,11 +321,7 @@ class ChangedBuffers:
         """Which tensor a buffer is, and how often it was written in place."""
         norms = {f"{name}." for name, one in self._model.named_modules() if isinstance(one, BatchNormBase)}
         return {
-            name: _identity(buffer)
+            name: (id(buffer), 0 if buffer.is_inference() else version_of(buffer))
             for name, buffer in self._model.named_buffers()
             if f"{name.rpartition('.')[0]}." not in norms
         }
-
-
-def _identity(buffer: Tensor) -> tuple[int, int]:
-    return id(buffer), 0 if buffer.is_inference() else version_of(buffer)

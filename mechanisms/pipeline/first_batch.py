@@ -18,7 +18,7 @@ from retime.foundations.parts import loss_of
 from retime.foundations.preserve_state import preserve_state, reachable_tensors, seed_all
 from retime.foundations.weight_gradients import SMALL, SplitBackward
 from retime.mechanisms.pipeline.calls import LayerInterceptors, Returned, SuspendedCall, Workers, tensors_in_order
-from retime.mechanisms.pipeline.checks import PipelineError, messages_of, messages_of_group
+from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, messages_of
 from retime.mechanisms.pipeline.layers import LayerList
 from retime.mechanisms.pipeline.losses import LossWeight, LossWeights, look_at_losses
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel
@@ -46,11 +46,10 @@ def agreed_seeds(place: RankInfo, batch: Any, count: int) -> list[int]:
     Raises:
         PipelineError: this rank's batch is not that of the first one.
     """
-    mine = torch.tensor([int(torch.randint(2**62, ())), _checksum(batch)])
+    mine = torch.tensor([int(torch.randint(2**62, ())), _checksum(batch, _LOOKED_AT)])
     of_first = mine.to(place.device, copy=True)
     if place.ranks > 1:
-        with messages_of_group(place.group):
-            dist.broadcast(of_first, place.world_rank(0), group=place.group)
+        broadcast(of_first, 0, place.group)
     seed, checksum = of_first.tolist()
     if checksum != int(mine[1]):
         raise PipelineError(
@@ -59,19 +58,16 @@ def agreed_seeds(place: RankInfo, batch: Any, count: int) -> list[int]:
     return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _checksum(batch: Any) -> int:
+def _checksum(batch: Any, most: int | None = None) -> int:
+    """Of shapes, and of so many values of each tensor, or all."""
     checksum = 0
     for tensor in tensors_in_order(batch):
         checksum = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), checksum)
-        if tensor.layout == torch.strided and tensor.numel():
-            checksum = zlib.crc32(_some_bytes(tensor), checksum)
+        if tensor.numel():
+            values = tensor.detach().reshape(-1)
+            some = values[:: 1 if most is None else -(-len(values) // most)].contiguous().cpu()
+            checksum = zlib.crc32(bytes(some.view(torch.uint8).numpy()), checksum)
     return checksum
-
-
-def _some_bytes(tensor: Tensor) -> bytes:
-    values = tensor.detach().reshape(-1)
-    some = values[:: -(-len(values) // _LOOKED_AT)].contiguous().cpu()
-    return bytes(some.view(torch.uint8).numpy())
 
 
 _PINGS = 4
@@ -137,7 +133,8 @@ class FirstBatch:
         Raises:
             PipelineError: the model or the batch cannot go through a pipeline.
         """
-        self._check_same(batch)
+        if len(set(gathered_by_all(_checksum(batch), self._place.group))) > 1:
+            raise PipelineError(DIFFERENT)
         with self._no_trace(batch):
             weights, look = look_at_losses(
                 self._model,
@@ -188,11 +185,6 @@ class FirstBatch:
             finally:
                 self._gates.visitor = None
 
-    def _check_same(self, batch: Any) -> None:
-        everyone = self._place.all_gather([_fingerprint(tensor) for tensor in tensors_in_order(batch)])
-        if any(one != everyone[0] for one in everyone):
-            raise PipelineError(DIFFERENT)
-
     def _planner(self, surveyed: Survey, config: PipelineConfig) -> Planner:
         hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in surveyed.given), default=0))
         costs = self._place.agreed(
@@ -230,7 +222,7 @@ class FirstBatch:
         if place.ranks < 2 or place.rank > 1:
             return 0.0, 0.0
         message = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=place.device)
-        peer, took = place.world_rank(1 - place.rank), []
+        peer, took = dist.get_global_rank(place.group, 1 - place.rank), []
         with messages_of(lambda: f"rank {peer}"):
             for _ in range(_PINGS):
                 start, busy = time.perf_counter(), time.process_time()
@@ -280,12 +272,12 @@ class FirstBatch:
                         and all(one is not other for other in answer.given[:number])
                     ]
                 sent = {number: _leaf(given[number]) for number in positions.get(stage, [])}
-                with split.begin(stage):
+                with split.passes.begin(stage):
                     answer = whole(lambda sent=sent: call.resume(sent))
                 edges[stage] = [loss_of(answer.value)] if isinstance(answer, Returned) else answer.given
         finally:
             call.close()
-        positions = _merged(place.all_gather(positions))
+        positions = _merged(gathered_by_all(positions, place.group))
         roots = {
             stage: edges[stage]
             if stage + 1 == plan.stages
@@ -293,16 +285,18 @@ class FirstBatch:
             for stage in mine
         }
         flags = {stage + 1: [one.requires_grad for one in roots[stage]] for stage in mine if stage + 1 < plan.stages}
-        needs_gradient = _merged(place.all_gather(flags))
+        needs_gradient = _merged(gathered_by_all(flags, place.group))
         graphs = {stage: Reached(roots[stage]) for stage in mine}
         self._check_graphs(graphs, roots, surveyed, plan)
         self._check_values(edges, surveyed, plan)
         split.watch([root for stage in mine for root in roots[stage]])
         for stage in mine:
-            split.drop(stage)
+            split.passes.drop(stage)
         # a small gradient is computed with the output gradient in any case; nobody waits for its place in a sum
         split.passes.chosen = {layer for layer in split.layers if layer.why_buffered != SMALL}
-        owners = self._owners(graphs, plan)
+        here = [self._layers.modules[layer] for stage in mine for layer in plan.layers_of(stage)]
+        needed = {leaf for graph in graphs.values() for leaf in graph.leaves}
+        owners = Ownership(self._model, needed, place.group, here)
         self._check_hidden(graphs, owners)
         spread = PipelineState(
             place,
@@ -332,7 +326,7 @@ class FirstBatch:
                 f"the loss does not depend on what {self._place.names[-1]!r} gives, the last of the layers, as of a "
                 "second head that is not trained: leave it out of the list, or call it in front of the others"
             )
-        for one in self._place.all_gather(why):
+        for one in gathered_by_all(why, self._place.group):
             if one is not None:
                 raise PipelineError(one)
 
@@ -340,7 +334,7 @@ class FirstBatch:
         """Raise on all ranks where a reentrant checkpoint may hide parameters around the layers from the graph."""
         hidden = [name for name in owners.unreached if owners.parameters[name].requires_grad]
         reentrant = any(node.name() == "CheckpointFunctionBackward" for one in graphs.values() for node in one.nodes)
-        if hidden and any(self._place.all_gather(reentrant)):
+        if hidden and any(gathered_by_all(reentrant, self._place.group)):
             raise PipelineError(
                 f"which ranks need {hidden[0]!r} is not known: torch.utils.checkpoint.checkpoint(..., "
                 "use_reentrant=True), torch's default, hides what it uses. Give it use_reentrant=False, call it in a "
@@ -358,7 +352,7 @@ class FirstBatch:
                     f"what stands between the layers and around them gives other numbers when stage {stage + 1} runs "
                     f"by itself: {self._skip(surveyed, plan) or _GOES_PAST}. {_TAKE_ALL}"
                 )
-        for said in self._place.all_gather(wrong):
+        for said in gathered_by_all(wrong, self._place.group):
             if said is not None:
                 raise PipelineError(said)
 
@@ -372,11 +366,6 @@ class FirstBatch:
                     "have it (a skip connection, or a loss that a layer keeps on itself)"
                 )
         return None
-
-    def _owners(self, graphs: dict[int, Reached], plan: PipelinePlan) -> Ownership:
-        here = [self._layers.modules[layer] for stage in graphs for layer in plan.layers_of(stage)]
-        needed = {leaf for graph in graphs.values() for leaf in graph.leaves}
-        return Ownership(self._model, needed, self._place.group, here)
 
     def _divide(self, spread: PipelineState, reached: dict[int, set[Tensor]]) -> None:
         """Which parameters belong to one stage, and which to several."""
@@ -418,13 +407,6 @@ def _why_not(graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: P
 
 def _merged(everyone: Sequence[dict[int, Any]]) -> dict[int, Any]:
     return {stage: one for of_rank in everyone for stage, one in of_rank.items()}
-
-
-def _fingerprint(tensor: Tensor) -> tuple[torch.Size, list[str]]:
-    """Shape and sums, of which one tells samples in another order; as texts, so that NaN is like NaN."""
-    values = tensor.detach().double().flatten()
-    places = torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
-    return tensor.shape, [str(float(values.sum())), str(float((values * places).sum()))]
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -15,6 +15,7 @@ from retime.foundations.messages import warn_no_effect
 from retime.foundations.parts import loss_of
 from retime.mechanisms.pipeline.calls import tensors_in_order
 from retime.mechanisms.pipeline.checks import PipelineError
+from retime.mechanisms.pipeline.losses import evaluated
 from retime.mechanisms.pipeline.ownership import Reached
 
 AUTO = "auto"
@@ -55,8 +56,7 @@ def find_layers(model: nn.Module, path: str | None, ranks: int) -> LayerList | N
     """
     if any(is_compiled(module) for module in model.modules()):
         raise PipelineError("a compiled model cannot be cut between its layers: leave out torch.compile")
-    total = sum(map(nbytes, model.parameters()))
-    chosen = _best(model, total, ranks) if path is None or path == AUTO else _at(model, path)
+    chosen = _best(model, ranks) if path is None or path == AUTO else _at(model, path)
     if chosen is not None and len(chosen.modules) < ranks:
         raise PipelineError(
             f"{chosen.path!r} has {len(chosen.modules)} layers for {ranks} ranks: use fewer ranks, or give layers= the "
@@ -110,7 +110,8 @@ def _at(model: nn.Module, path: str) -> LayerList:
     return _listed(path, list(module))
 
 
-def _best(model: nn.Module, total: int, ranks: int) -> LayerList | None:
+def _best(model: nn.Module, ranks: int) -> LayerList | None:
+    total = sum(map(nbytes, model.parameters()))
     best: LayerList | None = None
     for name, modules in _lists(model):
         size_bytes = sum(nbytes(p) for p in {p for module in modules for p in module.parameters()})
@@ -171,17 +172,11 @@ def call_chain(model: nn.Module, run: Callable[[], Any], ranks: int) -> LayerLis
     used = Reached(_losses(output)).leaves
     unused = {p for p in model.parameters() if p.requires_grad and p not in used} if used else set()
     del output
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            evaluated = list(_all(_calls_of(model, run)[0]))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with evaluated(model):
+        again = list(_all(_calls_of(model, run)[0]))
     times = Counter(call.name for call in _all(calls))
-    inside = {call.name: [one.name for one in call.inner] for call in evaluated}
-    order = [call.name for call in evaluated]
+    inside = {call.name: [one.name for one in call.inner] for call in again}
+    order = [call.name for call in again]
 
     def opens(call: _Call) -> bool:
         here = [one.name for one in call.inner]

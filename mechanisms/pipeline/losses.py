@@ -32,8 +32,6 @@ from retime.foundations.preserve_state import preserve_state, reachable_tensors,
 from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.checks import LayerResults, PipelineError
 
-__all__ = ["Examples", "FirstLook", "LossWeight", "LossWeights", "check_loss_weight", "look_at_losses", "needed_loss"]
-
 LossWeight = Literal["samples", "sum"] | Callable[[Any], Any]
 """What a step divides its sum by, as a user says: the number of samples, nothing, or what a function gives."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -139,17 +137,6 @@ class LossWeights:
             ) from error
 
 
-def check_loss_weight(given: Any) -> None:
-    """Raise ValueError for a ``loss_weight`` that is none."""
-    named = isinstance(given, str) and given in ("samples", "sum")
-    if given is not None and not named and (isinstance(given, Tensor) or not callable(given)):
-        shown = f"a {type(given).__name__}" if hasattr(given, "shape") else repr(given)
-        raise ValueError(
-            f"loss_weight={shown}: give 'samples', 'sum', or a function from a batch to the number that the step "
-            "divides its sum by"
-        )
-
-
 def _divisor(loss_weight: Callable[[Any], Any], batch: Any, what: str) -> float:
     given = loss_weight(batch)
     try:
@@ -186,8 +173,8 @@ def look_at_losses(
     """
     gates = LayerInterceptors([]) if gates is None else gates
     results = gates.visitor = LayerResults(names)
-    divisor = None if isinstance(loss_weight, str) else loss_weight
-    if divisor is not None or loss_weight is not None:
+    if loss_weight is not None:
+        divisor = None if isinstance(loss_weight, str) else loss_weight
         weights = LossWeights(Certificate(Weighting("sum" if loss_weight == "sum" else "mean")), divisor)
         weights.of(batch, parts)  # whether it gives numbers
     if len(parts) == 1:
@@ -195,7 +182,7 @@ def look_at_losses(
             weights = LossWeights(Certificate(None, "the first batch had one micro-batch"))
         return weights, FirstLook()
     look, samples = FirstLook(), [samples_in(part) for part in parts]
-    with _without_gradients(model):
+    with evaluated(model):
         everything, again = _seen(results, step, batch, 0, sum(samples)), _run(step, batch, 1)
         if not _same(everything, again) and not _same(everything, _run(step, batch, 0)):
             raise PipelineError(
@@ -207,7 +194,8 @@ def look_at_losses(
         # steps in training mode change buffers, as a spectral norm's
         with preserve_state(model, tensors=reachable_tensors(model, batch, parameters=False)):
             look.runs = _followed(step, batch, results)
-            look.altered = _altered(step, batch, results, look.runs[0])
+            few = _few(batch)[0]
+            look.altered = list(record_altered(lambda part: _run(step, part, 0), few, look.runs[0], results.tells))
         if loss_weight is None:
             weights = LossWeights(_certificate(look))
     except NotUnderstoodError as error:
@@ -216,18 +204,20 @@ def look_at_losses(
                 f"how the losses of micro-batches add up to a batch's cannot be told from the loss: {error}. So that "
                 f"nothing else is trained, {_WHAT_TO_DO}"
             ) from error
+    finally:
+        results.tells(None)
     if not _same(everything, again) or not _loss(everything).isfinite():
         return weights, look  # it draws random numbers, or has no value: there is nothing to compare
     each = weights.of(batch, parts)
     noises = ("added", "multiplied") if _loss(everything).device.type == "cpu" else ("multiplied", "bounded")
     for noise in (None, *noises):
         try:
-            with _without_gradients(model), results.noisy(noise):
-                whole = _seen(results, step, batch, 0, sum(samples)) if noise else everything
+            with evaluated(model):
+                whole = _seen(results, step, batch, 0, sum(samples), noise) if noise else everything
                 if noise and not _loss(whole).isfinite():
                     continue
                 firsts = [sum(samples[:number]) for number in range(len(parts))]
-                outputs = [_seen(results, step, *one, sum(samples)) for one in zip(parts, firsts, strict=True)]
+                outputs = [_seen(results, step, *one, sum(samples), noise) for one in zip(parts, firsts, strict=True)]
         except PipelineError:
             raise
         except Exception:
@@ -244,7 +234,8 @@ def look_at_losses(
 
 
 @contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Inside, a model is in evaluation mode, and nothing is kept for gradients."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -255,9 +246,11 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _seen(results: LayerResults, step: Callable[[Any], Any], part: Any, first: int, whole: int) -> Any:
+def _seen(
+    results: LayerResults, step: Callable[[Any], Any], part: Any, first: int, whole: int, noise: str | None = None
+) -> Any:
     """Run a step on samples of the first batch, of which the layers' visitor is told."""
-    with results.samples(first, samples_in(part), whole):
+    with results.samples(first, samples_in(part), whole, noise):
         return _run(step, part, 0)
 
 
@@ -277,18 +270,7 @@ def _followed(step: Callable[[Any], Any], batch: Any, results: LayerResults) -> 
     except Exception as error:  # whatever a step says to being watched
         text = str(error).splitlines()[0] if str(error) else "no message"
         raise NotUnderstoodError(f"its operations cannot be followed ({type(error).__name__}: {text})") from error
-    finally:
-        results.tells(None)
     return large, small
-
-
-def _altered(
-    step: Callable[[Any], Any], batch: Any, results: LayerResults, run: RecordedRun
-) -> list[RecordedRun | None]:
-    try:
-        return list(record_altered(lambda part: _run(step, part, 0), _few(batch)[0], run, results.tells))
-    finally:
-        results.tells(None)
 
 
 def _certificate(look: FirstLook) -> Certificate:

@@ -40,22 +40,15 @@ def initial_values(
         PipelineError: nobody says how a parameter begins.
     """
     parameters = {p for module in modules for p in own_parameters(module).values() if p is not None}
-    kept = {p: p.data for p in parameters if p not in wanted}
-    for parameter in parameters:  # what is not wanted has a copy to write into
-        parameter.data = memory_for(parameter).fill_(float("nan"))
-    random = random_state()
-    try:
-        with torch.no_grad():
-            for module in reversed(modules):  # what is inside first: an outer module may have the last word
-                seed_torch((seed + _APART * zlib.crc32(names[module].encode())) % 2**63)
-                for say in _who_says(model, names, module):
-                    say(module)
-                    if not _unknown(module, wanted):
-                        break
-    finally:
-        set_random_state(random)
-        for parameter, data in kept.items():
-            parameter.data = data
+    with _kept_apart(parameters - wanted):
+        for parameter in parameters:  # what is not wanted has a copy to write into
+            parameter.data = memory_for(parameter).fill_(float("nan"))
+        for module in reversed(modules):  # what is inside first: an outer module may have the last word
+            seed_torch((seed + _APART * zlib.crc32(names[module].encode())) % 2**63)
+            for say in _who_says(model, names, module):
+                say(module)
+                if not _unknown(module, wanted):
+                    break
     for module in modules:
         for key in _unknown(module, wanted):
             name = f"{names[module]}.{key}".lstrip(".")
@@ -78,18 +71,24 @@ def initial_buffers(model: nn.Module, names: Mapping[nn.Module, str], module: nn
             f"buffers of {names[module]!r} ({keys}) are on the meta device, and nobody says how they begin: make them "
             f"with torch.device('cpu'), or give {type(module).__name__} a reset_parameters()"
         )
-    own = [p for p in own_parameters(module).values() if p is not None]
-    kept = [p.data for p in own]
-    for parameter in own:  # to write into
-        parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    random = random_state()
+    own = {p for p in own_parameters(module).values() if p is not None}
+    with _kept_apart(own):
+        for parameter in own:  # to write into
+            parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        for say in said:
+            say(module)
+
+
+@contextmanager
+def _kept_apart(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, values are given without a graph; these parameters, and random numbers, are afterwards as they were."""
+    kept, random = {p: p.data for p in parameters}, random_state()
     try:
         with torch.no_grad():
-            for say in said:
-                say(module)
+            yield
     finally:
         set_random_state(random)
-        for parameter, data in zip(own, kept, strict=True):
+        for parameter, data in kept.items():
             parameter.data = data
 
 
@@ -168,7 +167,7 @@ class DeferredInitModel:
                     continue
                 if parameter not in with_memory:
                     with_memory[parameter] = nn.Parameter(
-                        _nothing(parameter, device), requires_grad=parameter.requires_grad
+                        without_memory(parameter, device), requires_grad=parameter.requires_grad
                     )
                     self._owner[with_memory[parameter]] = module
                 own_parameters(module)[key] = with_memory[parameter]
@@ -219,7 +218,7 @@ class DeferredInitModel:
             for parameter in self._filled - before:
                 if again:
                     self._spare.setdefault((parameter.shape, parameter.dtype), []).append(parameter.data)
-                parameter.data = _nothing(parameter, parameter.device)
+                parameter.data = without_memory(parameter, parameter.device)
             self._filled = before
 
     def keep(self, layers: Sequence[nn.Module], wanted: set[Tensor]) -> None:
@@ -246,6 +245,6 @@ class DeferredInitModel:
         }
 
 
-def _nothing(parameter: Tensor, device: torch.device) -> Tensor:
+def without_memory(parameter: Tensor, device: torch.device) -> Tensor:
     """Not a number in this shape, without memory: whoever reads it shows."""
     return torch.full((), float("nan"), dtype=parameter.dtype, device=device).expand(parameter.shape)

@@ -18,7 +18,8 @@ from retime.foundations.lazy_updates import nbytes
 from retime.foundations.messages import show_bytes, warn_no_effect
 from retime.foundations.torch_private.engine import tree_map
 from retime.foundations.torch_private.tensors import storage_address, without_subclass_functions
-from retime.mechanisms.pipeline.checks import PipelineError, messages_of_group
+from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, messages_of_group, shown
+from retime.mechanisms.pipeline.meta_device import without_memory
 
 # Which ranks make up a pipeline, and which add their gradients up.
 
@@ -287,14 +288,14 @@ class Ownership:
         names = {parameter: name for name, parameter in self.parameters.items()}
         mine = {names[p] for p in needed if p in names}  # type: ignore[index]
         mine |= {names[p] for layer in here for p in layer.parameters()}
-        others: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(others, mine, group=group)
+        others = gathered_by_all(mine, group)
+        self._everyone = range(len(others))
         self.ranks: dict[str, list[int]] = {}
         self.unreached: list[str] = []
         self.shared: dict[str, list[int]] = {}
         for name in self.parameters:
             ranks = [rank for rank, of_rank in enumerate(others) if name in of_rank]
-            self.ranks[name] = ranks or list(range(len(others)))
+            self.ranks[name] = ranks or list(self._everyone)
             if not ranks:
                 self.unreached.append(name)
             elif len(ranks) > 1 and self.parameters[name].requires_grad:
@@ -316,9 +317,7 @@ class Ownership:
             parameter = self.parameters[name]
             _set_absent(parameter, False)
             parameter.grad = None
-            parameter.data = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(
-                parameter.shape
-            )
+            parameter.data = without_memory(parameter, parameter.device)
             _set_absent(parameter, True)
 
     def forget(self) -> None:
@@ -328,8 +327,7 @@ class Ownership:
 
     def fetch(self, names: Iterable[str] | None = None) -> None:
         """Bring parameters (None: all), and all buffers, to all ranks; all ranks call this."""
-        wanted = sorted(self.parameters) if names is None else sorted(names)
-        for name in wanted:
+        for name in sorted(self.parameters if names is None else names):
             ranks, parameter = self.ranks[name], self.parameters[name]
             if len(ranks) == len(self._everyone):
                 continue
@@ -343,11 +341,9 @@ class Ownership:
             self._send(buffer, self._owner_of_buffers.get(name, 0))
         for owner, module, attribute in self._computed:
             mine = vars(module).get(attribute) if owner == self._rank else None
-            payload = [mine.detach() if isinstance(mine, Tensor) else mine]
-            with messages_of_group(self._group):
-                dist.broadcast_object_list(payload, dist.get_global_rank(self._group, owner), group=self._group)
+            value = shown(mine.detach() if isinstance(mine, Tensor) else mine, owner, self._group)
             if owner != self._rank:
-                setattr(module, attribute, payload[0])
+                setattr(module, attribute, value)
 
     @contextmanager
     def whole(self, names: Iterable[str] | None = None) -> Iterator[None]:
@@ -457,10 +453,6 @@ class Ownership:
             f"{show_bytes(nbytes(self.parameters[largest]))}): use {fix}"
         )
 
-    @property
-    def _everyone(self) -> range:
-        return range(dist.get_world_size(self._group))
-
     def _group_of(self, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == len(self._everyone):
             return self._group
@@ -471,14 +463,19 @@ class Ownership:
 
     def _owners_of_buffers(self) -> dict[str, int]:
         """A module's buffers are those of the rank that has its parameters."""
-        owners: dict[str, int] = {}
+        modules = self._modules_with_parameters()
+        return {
+            start + name: rank for start, module, rank in modules for name, _ in module.named_buffers(recurse=False)
+        }
+
+    def _modules_with_parameters(self) -> Iterator[tuple[str, nn.Module, int]]:
+        """Yield what its names begin with, the module, and the first rank that has one of its own parameters."""
         for prefix, module in self._model.named_modules():
-            named = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]
-            first = min((self.ranks[name][0] for name in named if name in self.ranks), default=None)
-            for name, _ in module.named_buffers(recurse=False):
-                if first is not None:
-                    owners[f"{prefix}.{name}" if prefix else name] = first
-        return owners
+            start = f"{prefix}." if prefix else ""
+            names = [start + name for name, _ in module.named_parameters(recurse=False)]
+            ranks = [self.ranks[name][0] for name in names if name in self.ranks]
+            if ranks:
+                yield start, module, min(ranks)
 
     def _computed_attributes(self) -> list[tuple[int, nn.Module, str]]:
         """What modules keep beside parameters and buffers and compute from them, as pruning and old weight norms do.
@@ -487,22 +484,18 @@ class Ownership:
             The rank that has the parameters, the module, and the attribute, in the same order on all ranks.
         """
         owned: dict[str, tuple[int, nn.Module, str]] = {}
-        for prefix, module in self._model.named_modules():
-            named = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]
-            ranks = [self.ranks[name][0] for name in named if name in self.ranks]
-            for attribute, value in vars(module).items() if ranks else ():
+        for start, module, rank in self._modules_with_parameters():
+            for attribute, value in vars(module).items():
                 if isinstance(value, Tensor):
-                    owned[f"{prefix}.{attribute}"] = min(ranks), module, attribute
+                    owned[start + attribute] = rank, module, attribute
         computed = {name for name, (_, module, attribute) in owned.items() if not vars(module)[attribute].is_leaf}
-        everyone: list[Any] = [None] * len(self._everyone)
-        dist.all_gather_object(everyone, (computed, set(owned)), group=self._group)
+        everyone = gathered_by_all((computed, set(owned)), self._group)
         somewhere = set().union(*(names for names, _ in everyone))
         return [owned[name] for name in sorted(somewhere.intersection(*(names for _, names in everyone)))]
 
     def _send(self, tensor: Tensor, owner: int) -> None:
         message = tensor.contiguous()  # else what is sent is in the order of the memory, which ranks may differ in
-        with messages_of_group(self._group):
-            dist.broadcast(message, dist.get_global_rank(self._group, owner), group=self._group)
+        broadcast(message, owner, self._group)
         if message is not tensor:
             tensor.copy_(message)
 

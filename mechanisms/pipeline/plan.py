@@ -38,8 +38,6 @@ from retime.schedules.pipeline import (
     zbv,
 )
 
-__all__ = ["SCHEDULES", "Costs", "PipelinePlan", "Planner"]
-
 SCHEDULES = {
     "ooo2": "gradient fast-forwarding with modulo allocation",
     "ooo2_flush": "the same in the paper's form, all forward passes first",
@@ -380,7 +378,7 @@ class Planner:
     def _simulated(self, name: str, stage_of: tuple[int, ...], stages: int, micro_batches: int) -> PipelinePlan:
         costs, of_stages = self._costs, self._measured or self._estimated(name, stages)
         if self._rank_of is None:
-            placement = _placement(name, stages, self._ranks, of_stages.total_ms if self._is_fastest else None)
+            placement = _placement(name, stages, self._ranks, of_stages.total_ms if self._split == "fastest" else None)
         else:
             placement = Placement(self._rank_of)
         of_stages = _with_messages(of_stages, placement, costs.message_ms)
@@ -418,16 +416,12 @@ class Planner:
         if self._cap is not None and self._cap < max(least):
             raise _CapTooLowError(self._schedule, self._cap, ceil(max(least)), least.index(max(least)), alive)
 
-    @property
-    def _is_fastest(self) -> bool:
-        return self._split == "fastest"
-
     def _stage_of(self, name: str, stages: int) -> tuple[int, ...]:
         layers = len(self._costs.forward_ms)
         if isinstance(self._split, tuple):
             return tuple(bisect_right(self._split, layer) - 1 for layer in range(layers))
         if (name, stages) not in self._cut:
-            if self._is_fastest:
+            if self._split == "fastest":
                 self._cut[name, stages] = block(layers, stages, costs=self._costs.total_ms).rank_of
             else:
                 self._cut[name, stages] = even_stages(self._sizes, _placement(name, stages, self._ranks, None).rank_of)

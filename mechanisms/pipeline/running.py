@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,14 +22,16 @@ from retime.mechanisms.pipeline.calls import (
     SuspendedCall,
     TensorKind,
     TensorSpec,
+    Visitor,
     Workers,
+    draw_for,
     kind_of,
     leads_to,
     replaced_tensors,
     shapes_of,
     tensors_in_order,
 )
-from retime.mechanisms.pipeline.checks import PipelineError, messages_of_group
+from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, shown
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, needed_loss
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
@@ -52,7 +54,7 @@ class AtEdge:
     given: list[Tensor]
 
 
-class TrainingCall:
+class TrainingCall(Visitor):
     """What the layers do in a training step of one micro-batch.
 
     Args:
@@ -81,12 +83,12 @@ class TrainingCall:
         self.recomputes: SuspendedCall | None = None
         self._mine = [plan.rank_of[stage] == rank for stage in plan.stage_of]
 
-    def before(self, layer: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def before(self, layer: int, args: Any, kwargs: Any) -> Any:
         stage = self._firsts.get(layer)
         if stage is None:
             return None
         if HERE.call is None and self.recomputes is not None:
-            return _replaced(args, kwargs, self.recomputes.received.get(layer, {}))
+            return replaced_tensors((args, kwargs), self.recomputes.received.get(layer, {}))
         here = self._mine[layer]
         comes_from_here = layer > 0 and self._mine[layer - 1]
         if not here and not comes_from_here:
@@ -112,12 +114,12 @@ class TrainingCall:
         }  # a layer may take the same tensor twice
         if top_saved_tensors_hooks(True) is not None:
             call.received[layer] = changed
-        return _replaced(args, kwargs, changed)
+        return replaced_tensors((args, kwargs), changed)
 
     def is_here(self, layer: int) -> bool:
         here = self._mine[layer]
         if here:
-            self._call(layer).draw_for(layer)
+            draw_for(layer, self._call(layer).seed)
         return here
 
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
@@ -131,9 +133,6 @@ class TrainingCall:
             )
         return kind.stand_in(self._device)
 
-    def after(self, layer: int, output: Any) -> Any:
-        return output
-
     def _call(self, layer: int) -> SuspendedCall:
         call = HERE.call or self.recomputes
         if call is None:
@@ -144,15 +143,10 @@ class TrainingCall:
         return call
 
 
-def _replaced(args: Any, kwargs: Any, tensors: dict[int, Tensor]) -> tuple[Any, Any]:
-    replaced: tuple[Any, Any] = replaced_tensors((args, kwargs), tensors)
-    return replaced
-
-
 # Steps without a backward pass: all ranks run them, and each layer runs where it lies and sends on what it gives.
 
 
-class EvaluationBroadcast:
+class EvaluationBroadcast(Visitor):
     """A visitor under which a step's values are there on all ranks, the layers' parameters only on their own.
 
     Args:
@@ -175,39 +169,28 @@ class EvaluationBroadcast:
         self.given[layer] = [TensorKind.of(tensor) for tensor in tensors_in_order((args, kwargs))]
 
     def is_here(self, layer: int) -> bool:
-        return self._plan.rank_of[self._plan.stage_of[layer]] == self._rank
+        return self._rank_of(layer) == self._rank
 
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
         key = layer, self._shapes
         if key not in self._outputs:
-            self._outputs[key] = self._told(layer, None)
+            self._outputs[key] = shown(kind_of(None), self._rank_of(layer), self._group)  # which says what it is
         kind = self._outputs[key]
         tensors = [one.empty(self._device) for one in kind.tensors]
         for tensor in tensors:
-            self._broadcast(tensor, layer)
+            broadcast(tensor, self._rank_of(layer), self._group)
         return kind.with_tensors(tensors)
 
     def after(self, layer: int, output: Any) -> Any:
         key = layer, self._shapes
         if key not in self._outputs:
-            self._outputs[key] = self._told(layer, kind_of(output))
+            self._outputs[key] = shown(kind_of(output), self._rank, self._group)
         for tensor in tensors_in_order(output):
-            self._broadcast(tensor.detach().contiguous(), layer)
+            broadcast(tensor.detach().contiguous(), self._rank, self._group)
         return output
 
-    def _told(self, layer: int, kind: TensorSpec | None) -> TensorSpec:
-        payload = [kind]
-        with messages_of_group(self._group):
-            dist.broadcast_object_list(payload, self._source(layer), group=self._group)
-        assert payload[0] is not None
-        return payload[0]
-
-    def _broadcast(self, tensor: Tensor, layer: int) -> None:
-        with messages_of_group(self._group):
-            dist.broadcast(tensor, self._source(layer), group=self._group)
-
-    def _source(self, layer: int) -> int:
-        return dist.get_global_rank(self._group, self._plan.rank_of[self._plan.stage_of[layer]])
+    def _rank_of(self, layer: int) -> int:
+        return self._plan.rank_of[self._plan.stage_of[layer]]
 
 
 # A model that is spread over ranks: what one rank knows of it after the first batch.
@@ -237,32 +220,11 @@ class RankInfo:
         """Return the size of the pipeline group."""
         return dist.get_world_size(self.group)
 
-    def world_rank(self, rank: int) -> int:
-        """Return the global rank of a rank of the pipeline group."""
-        return dist.get_global_rank(self.group, rank)
-
-    def all_gather(self, mine: Any) -> list[Any]:
-        """What each rank gives, on all of them."""
-        everyone: list[Any] = [None] * self.ranks
-        with messages_of_group(self.group):
-            dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
-
     def agreed(self, mine: Any) -> Any:
         """What the first rank of the first pipeline gives, on all ranks of all pipelines."""
         if self.data_group is not None and self.rank == 0:
-            payload = [mine]
-            with messages_of_group(self.data_group):
-                dist.broadcast_object_list(payload, dist.get_global_rank(self.data_group, 0), group=self.data_group)
-            mine = payload[0]
-        return self.broadcast(mine, 0)
-
-    def broadcast(self, mine: Any, rank: int) -> Any:
-        """What one rank gives, on all of them."""
-        payload = [mine]
-        with messages_of_group(self.group):
-            dist.broadcast_object_list(payload, self.world_rank(rank), group=self.group)
-        return payload[0]
+            mine = shown(mine, 0, self.data_group)
+        return shown(mine, 0, self.group)
 
 
 class StepModule(nn.Module):
@@ -325,7 +287,7 @@ class PipelineState:
     def plan_from_steps(self) -> None:
         """Order the tasks anew, by what they took in the steps so far; all ranks call this."""
         shares = {stage: self.planner.weight_share(stage) for stage in self.mine}
-        everyone = self.place.all_gather(self.times.by_stage(shares))
+        everyone = gathered_by_all(self.times.by_stage(shares), self.place.group)
         self.planner.know(self.place.agreed({stage: took for one in everyone for stage, took in one.items()}))
         self.use(self.planner.plan(self.plan.micro_batches))
 
@@ -387,7 +349,9 @@ class RunningStep:
         self._weights = weights
         self._samples = [samples_in(part) for part in parts]
         self._keys = [shapes_of(part) for part in parts]
-        self._calls = [_call(step, part, workers, seed) for part, seed in zip(parts, seeds, strict=True)]
+        self._calls = [
+            SuspendedCall(partial(step, part), workers, seed) for part, seed in zip(parts, seeds, strict=True)
+        ]
         self._at: list[Any] = [None] * len(parts)
         self._results: dict[int, MicroBatchResult] = {}
 
@@ -403,7 +367,7 @@ class RunningStep:
         """
         mine = self._spread.mine
         if 0 not in mine:
-            with self._spread.split.begin((min(mine), 0)):
+            with self._spread.split.passes.begin((min(mine), 0)):
                 self._start(0)
 
     def reads(self, stage: int, batch: int) -> list[TensorKind]:
@@ -466,10 +430,6 @@ class RunningStep:
         self._results[batch] = MicroBatchResult(_detached(output), self._weights[batch], self._samples[batch])
         weight = self._weights[batch] / self._divide_by
         return loss * weight if weight else loss.detach()  # a mean over nothing has no gradient either
-
-
-def _call(step: Callable[[Any], Any], part: Any, workers: Workers, seed: int) -> SuspendedCall:
-    return SuspendedCall(lambda: step(part), workers, seed)
 
 
 def _detached(output: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -82,30 +83,25 @@ class Stage:
         self._group, self._device = group, device
         self._step, self._split, self._waiting, self._done = step, split, waiting, done
         self._reads = step.reads
-        self._in_flight: dict[int, _InFlight] = {}
-
-    def clear(self) -> None:
-        """Forget a step."""
-        self._in_flight.clear()
-        self.spans.clear()
+        self._in_flight: defaultdict[int, _InFlight] = defaultdict(_InFlight)
 
     def get_fwd_recv_ops(self, batch: int) -> list[dist.P2POp]:
         """Messages of the stage before."""
-        one = self._of(batch)
+        one = self._in_flight[batch]
         one.received = [kind.empty(self._device) for kind in self._reads(self.stage_index, batch)]
         self.awaited["F", batch] = time.perf_counter(), self._peer(-1)
         return self._messages(dist.irecv, one.received, -1)
 
     def get_fwd_send_ops(self, batch: int) -> list[dist.P2POp]:
         """Messages to the stage behind."""
-        return self._messages(dist.isend, [t.detach().contiguous() for t in self._of(batch).outputs], 1)
+        return self._messages(dist.isend, [t.detach().contiguous() for t in self._in_flight[batch].outputs], 1)
 
     def release_fwd_send_outputs(self, batch: int) -> None:
         """They are sent (torch 2.15 and newer): the backward pass needs them all the same."""
 
     def get_bwd_recv_ops(self, batch: int) -> list[dist.P2POp]:
         """Gradients from the stage behind."""
-        one = self._of(batch)
+        one = self._in_flight[batch]
         kinds = [kind for kind in self._reads(self.stage_index + 1, batch) if kind.requires_grad]
         one.gradients = [kind.empty(self._device) for kind in kinds]
         self.awaited["O", batch] = time.perf_counter(), self._peer(1)
@@ -117,7 +113,7 @@ class Stage:
 
     def set_local_fwd_input(self, outputs: list[Tensor], batch: int) -> None:
         """The stage before is on this rank."""
-        self._of(batch).received = [tensor.detach() for tensor in outputs]
+        self._in_flight[batch].received = [tensor.detach() for tensor in outputs]
 
     def get_local_bwd_output(self, batch: int) -> list[Tensor]:
         """Return the gradients for a stage before that is on this rank."""
@@ -125,7 +121,7 @@ class Stage:
 
     def set_local_bwd_input(self, gradients: list[Tensor], batch: int) -> None:
         """The stage behind is on this rank."""
-        self._of(batch).gradients = gradients
+        self._in_flight[batch].gradients = gradients
 
     def forward_one_chunk(
         self, batch: int, args: Any = None, kwargs: Any = None, save_forward_output: bool = True
@@ -133,12 +129,12 @@ class Stage:
         """F."""
         start = time.perf_counter()
         self.awaited.pop(("F", batch), None)
-        one = self._of(batch)
+        one = self._in_flight[batch]
         kinds = [] if self.is_first else self._reads(self.stage_index, batch)
         for tensor, kind in zip(one.received, kinds, strict=True):
             tensor.requires_grad_(kind.requires_grad)
         key = self.stage_index, batch
-        with self._split.begin(key, waits=key in self._waiting):
+        with self._split.passes.begin(key, waits=key in self._waiting):
             one.outputs, one.inputs = self._step.forward(self.stage_index, batch, one.received)
         one.received = []
         self._note("F", batch, start)
@@ -150,19 +146,19 @@ class Stage:
         """O, or both gradients."""
         start = time.perf_counter()
         self.awaited.pop(("O", batch), None)
-        one = self._of(batch)
-        if self.is_last:
-            roots, gradients = one.outputs, [None]
-        else:
+        one = self._in_flight[batch]
+        roots: list[Tensor] = one.outputs
+        gradients: list[Any] = [None]
+        if not self.is_last:
             kinds = self._reads(self.stage_index + 1, batch)
             roots = [tensor for tensor, kind in zip(one.outputs, kinds, strict=True) if kind.requires_grad]
-            gradients = one.gradients  # type: ignore[assignment]
-        roots, gradients = _with_graph(roots, gradients)
-        if roots:
+            gradients = one.gradients
+        pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad]
+        if pairs:  # with a graph to go back through
             with self._step.backward(self.stage_index, batch):
-                torch.autograd.backward(roots, gradients)
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         one.outputs, one.gradients, one.received = [], [], []
-        del roots, gradients
+        del roots, gradients, pairs
         if full_backward:
             self._finish(batch)
             self._note("B", batch, start)
@@ -186,14 +182,11 @@ class Stage:
         key = (self.stage_index, batch)
         if key in self._split.passes.in_flight:
             with self._step.backward(*key):
-                self._split.finish_together(key)
-
-    def _of(self, batch: int) -> _InFlight:
-        return self._in_flight.setdefault(batch, _InFlight())
+                self._split.passes.finish_together(key)
 
     def _input_gradients(self, batch: int) -> list[Tensor]:
         """Return the gradients of all inputs that need one; zeros where nothing of the loss came back."""
-        one = self._of(batch)
+        one = self._in_flight[batch]
         gradients = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
             for tensor in one.inputs
@@ -212,12 +205,6 @@ class Stage:
 
     def _note(self, kind: str, batch: int, start: float) -> None:
         self.spans.append(Span(kind, self.stage_index, batch, start, time.perf_counter()))
-
-
-def _with_graph(roots: list[Tensor], gradients: list[Any]) -> tuple[list[Tensor], list[Any]]:
-    """Return the roots, and their gradients, that a backward pass can start from."""
-    pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad]
-    return [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
 
 # How long the tasks of a pipeline really take: seen in its first steps, for an order that fits them better.

@@ -27,11 +27,12 @@ from retime.mechanisms.pipeline.checks import (
     PipelineError,
     messages_of,
     messages_of_group,
+    shown,
     warn_of_gradient_hooks,
 )
 from retime.mechanisms.pipeline.first_batch import FirstBatch, PipelineConfig, agreed_seeds, seeded
 from retime.mechanisms.pipeline.layers import LayerList, call_chain, find_layers, first_layers, warn_of_no_list
-from retime.mechanisms.pipeline.losses import FirstLook, LossWeight, LossWeights, check_loss_weight
+from retime.mechanisms.pipeline.losses import FirstLook, LossWeight, LossWeights
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel
 from retime.mechanisms.pipeline.ownership import GradientSums, Ownership, gathered
 from retime.mechanisms.pipeline.plan import PipelinePlan, check_schedule
@@ -187,7 +188,6 @@ class PipelineStep:
         quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
         hollow: DeferredInitModel | None = None,
     ) -> None:
-        check_loss_weight(loss_weight)
         group = dist.group.WORLD if group is None else group
         self._is_asked = microbatches != "auto"
         if microbatches == "auto":
@@ -307,44 +307,29 @@ class PipelineStep:
         look, self._known.look = self._known.look, None
         return look
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Inside, steps without gradients run over the ranks; all ranks run the same ones, and get all values."""
-        if self._spread is None:
-            yield
-            return
-        before, self._gates.visitor = self._gates.visitor, self._spread.relay()
-        try:
-            yield
-        finally:
-            self._gates.visitor = before
+        return nullcontext() if self._spread is None else self._gates.visited_by(self._spread.relay())
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, all parameters are on all ranks; all ranks enter."""
-        if self._spread is None:
-            with ExitStack() as stack:
-                if self._hollow is not None:
-                    assert self._layers is not None
-                    for layer in self._layers.modules:
-                        stack.enter_context(self._hollow.filled(layer, again=False))
-                yield
-            return
-        with self._spread.owners.whole():
+        with ExitStack() as stack:
+            if self._spread is not None:
+                stack.enter_context(self._spread.owners.whole())
+            elif self._hollow is not None:
+                assert self._layers is not None
+                for layer in self._layers.modules:
+                    stack.enter_context(self._hollow.filled(layer, again=False))
             yield
 
-    @contextmanager
-    def outside_whole(self) -> Iterator[None]:
+    def outside_whole(self) -> AbstractContextManager[None]:
         """Inside, what lies in front of the layers and behind them is on all ranks."""
-        if self._spread is None:
-            yield
-            return
-        with self._spread.owners.whole(self._spread.outside):
-            yield
+        return nullcontext() if self._spread is None else self._spread.owners.whole(self._spread.outside)
 
     def tell(self, what: Any) -> Any:
         """What the rank of the last stage gives, on all ranks; all ranks call this."""
-        return self._place.broadcast(what, self._known.plan.rank_of[-1])
+        return shown(what, self._known.plan.rank_of[-1], self._place.group)
 
     def total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """The 2-norm of the gradients of parameters on all ranks; all ranks call this."""
@@ -411,16 +396,13 @@ class PipelineStep:
         self._layers, self._gates = layers, LayerInterceptors(layers.modules)
         self._place = replace(self._place, names=layers.names)
 
-    def _called_in_order(self, step: Callable[[Any], Any], part: Any) -> LayerList:
-        """The layers of a model that has no list of them, without a trace."""
-        with preserve_state(self._model, tensors=reachable_tensors(self._model, part)), torch.enable_grad():
-            return call_chain(self._model, lambda: seeded(step, part), self._place.ranks)
-
     def _begin(self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> None:
         with self._tried_out():
             layers = self._layers
             if layers is None:
-                layers = self._called_in_order(step, parts[0])
+                tensors = reachable_tensors(self._model, parts[0])
+                with preserve_state(self._model, tensors=tensors), torch.enable_grad():
+                    layers = call_chain(self._model, lambda: seeded(step, parts[0]), self._place.ranks)
                 if self._path is None:
                     warn_of_no_list(self._model, layers, self._place.ranks)
                 self._stand_at(layers)
@@ -459,13 +441,9 @@ class PipelineStep:
         if (0, key) in spread.reads:
             return
         relay = spread.relay()
-        tensors = reachable_tensors(self._model, part, parameters=False)
-        before, self._gates.visitor = self._gates.visitor, relay
-        try:
-            with preserve_state(self._model, tensors=tensors), self._tried_out(), self.outside_whole(), torch.no_grad():
-                seeded(step, part)
-        finally:
-            self._gates.visitor = before
+        kept = preserve_state(self._model, tensors=reachable_tensors(self._model, part, parameters=False))
+        with self._gates.visited_by(relay), kept, self._tried_out(), self.outside_whole(), torch.no_grad():
+            seeded(step, part)
         for stage in range(spread.plan.stages):
             given = relay.given[spread.plan.layers_of(stage)[0]]
             places, flags = spread.positions.get(stage, []), spread.needs_gradient.get(stage, [])
@@ -494,7 +472,7 @@ class PipelineStep:
         finally:
             running.close()
             for key in list(spread.split.passes.in_flight):
-                spread.split.drop(key)
+                spread.split.passes.drop(key)
         self._sums.end()
         self._report.note(stages, plan, place.rank)
         if place.device.type == "cpu" and plan.makespan_ms is not None and spread.times.note(self._report.spans):

@@ -17,6 +17,7 @@ from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.pipeline.calls import (
     LayerInterceptors,
     TensorSpec,
+    Visitor,
     draw_for,
     kind_of,
     shapes_of,
@@ -177,8 +178,8 @@ class Survey:
         self.skips: list[tuple[int, int]] = []
 
 
-class _Looks:
-    """A visitor that notes, and lets all layers run."""
+class _Looks(Visitor):
+    """Notes what layers are given and give."""
 
     def __init__(self, surveyed: Survey, names: Callable[[int], str]) -> None:
         self._found, self._name = surveyed, names
@@ -222,9 +223,6 @@ class _Looks:
     def is_here(self, layer: int) -> bool:
         draw_for(layer, FIRST_SEED)
         return True
-
-    def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
-        raise AssertionError
 
     def after(self, layer: int, output: Any) -> Any:
         refuse_kinds(self._name(layer), output)
@@ -322,11 +320,10 @@ def survey(
     def once(*, gradients: bool) -> Survey:
         surveyed = Survey(len(names))
         looks = _Looks(surveyed, lambda layer: repr(names[layer]))
-        gates.visitor = looks
+        hooks = saved_tensors_hooks(looks.saved, lambda tensor: tensor)
         try:
-            with torch.set_grad_enabled(gradients), saved_tensors_hooks(looks.saved, lambda tensor: tensor):
+            with gates.visited_by(looks), torch.set_grad_enabled(gradients), hooks:
                 surveyed.output = call()
-            gates.visitor = None
             if looks.next < len(names):
                 raise PipelineError(
                     f"training_step does not call {names[looks.next]!r}: a pipeline needs each layer of the list once "
@@ -334,7 +331,6 @@ def survey(
                 )
             looks.end(model, layers, gradients=gradients)
         finally:
-            gates.visitor = None
             looks.backward.remove()
         return surveyed
 

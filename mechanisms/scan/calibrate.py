@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.mechanisms.scan.choice import AUTOGRAD, TRITON, WAYS, CostModel, Shape
-from retime.mechanisms.scan.layer import scan_layer
+from retime.mechanisms.scan.layer import GATES, scan_layer
 from retime.mechanisms.scan.triton_launch import why_not
 
 # Fit the cost model's coefficients to measured times: least squares of relative errors, nothing negative.
@@ -49,7 +49,6 @@ def fit_coefficients(work: Sequence[Sequence[float]], times_us: Sequence[float])
 
 
 MODES = {"RNN": "RNN_TANH", "GRU": "GRU", "LSTM": "LSTM"}
-GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 SHAPES = tuple(
     Shape(steps, batch, hidden, 8)
     for steps, batch, hidden in (
@@ -94,7 +93,7 @@ def calibrate(
 def _time(cell: str, shape: Shape, device: torch.device, repeats: int) -> tuple[float, dict[str, float]]:
     """Microseconds of a forward pass without gradients, and of a whole step each way, interleaved; medians."""
     dtype = torch.float64 if cell == "LSTM" and device.type == "cpu" else torch.float32  # float32 has a fused kernel
-    batch, hidden, gates = int(shape.batch), shape.hidden, GATES[cell]
+    batch, hidden, gates = int(shape.batch), shape.hidden, GATES[MODES[cell]]
     x = torch.randn(shape.steps, batch, shape.inputs, device=device, dtype=dtype)
     sizes = ((gates * hidden, shape.inputs), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
     weights = [(torch.randn(size, device=device, dtype=dtype) * 0.1).requires_grad_() for size in sizes]

@@ -277,24 +277,10 @@ def gate_products(series: Tensor, weight: Tensor, bias: Tensor | None, gates: in
     return products.view(gates, *series.shape[:2], -1).unbind(0)
 
 
-class LocalCell(ABC):
-    """One layer's cell at the values of one forward pass."""
-
-    jacobians: LocalJacobians
-
-    @abstractmethod
-    def gate_gradients(self, v: Tensor) -> GateGradients:
-        """Gradients of the gates' products from those of the states.
-
-        Args:
-            v: dL/d state: ``[T, B, S]``.
-        """
-
-
 # The GRU cell of torch.nn, with the derivatives of the paper's Appendix E.
 
 
-class LocalGRU(LocalCell):
+class LocalGRU:
     """Gates are recomputed for all steps at once, in one batched product each for the input and the hidden state.
 
     ``J[t] = J11 + J1 (j2 j3 j6 j7) + J8 (j9 j10) + J4 (j5 j6 j7)``: the direct term first, then gates r, z, n.
@@ -304,8 +290,6 @@ class LocalGRU(LocalCell):
         before: ``h[t-1]``: ``[T, B, H]``.
         mask: ``[T, B, 1]``, zero where a shorter sequence has ended. None: all have the same length.
     """
-
-    jacobians: BlockJacobians
 
     def __init__(self, x: Tensor, before: Tensor, weights: Weights, mask: Tensor | None = None) -> None:
         input_r, input_z, input_n = gate_products(x, weights.input, weights.input_bias, gates=3)
@@ -384,7 +368,7 @@ class LSTMJacobians(LocalJacobians):
         return type(self)(through, forget, scale, self.matrix)
 
 
-class LocalLSTM(LocalCell):
+class LocalLSTM:
     """Gates are recomputed in one product for all steps; ``c`` by a scan of ``c[t] = f c[t-1] + i g``.
 
     Args:
@@ -393,8 +377,6 @@ class LocalLSTM(LocalCell):
         first_cell: ``c0``: ``[B, H]``.
         mask: ``[T, B, 1]``, zero where a shorter sequence has ended. None: all have the same length.
     """
-
-    jacobians: LSTMJacobians
 
     def __init__(
         self, x: Tensor, before: Tensor, first_cell: Tensor, weights: Weights, mask: Tensor | None = None
@@ -422,7 +404,7 @@ class LocalLSTM(LocalCell):
 # The Elman cell: ``h[t] = f(x[t] W_ih^T + b_ih + h[t-1] W_hh^T + b_hh)``, ``f`` tanh or ReLU (paper, Equation 9).
 
 
-class LocalRNN(LocalCell):
+class LocalRNN:
     """Both derivatives follow from the output alone: nothing is recomputed.
 
     Args:
@@ -438,3 +420,8 @@ class LocalRNN(LocalCell):
     def gate_gradients(self, v: Tensor) -> GateGradients:
         gradient = self.slope * v
         return GateGradients((gradient,), (gradient,))
+
+
+LocalCell = LocalGRU | LocalLSTM | LocalRNN
+"""One layer's cell at the values of one forward pass: its ``jacobians``, and ``gate_gradients`` from dL/d state
+``[T, B, S]``."""

@@ -42,15 +42,13 @@ class Shape:
             return 1.0, self.steps, self.steps * square * width, *common
         if way == "sequential":
             return 1.0, self.steps, *common
-        if way == "chunk":
-            length = Chunk().length_for(self.steps)
-            calls = 2 * length + self.steps // length + self.steps % length
-            return 1.0, calls, *common, rows * square * width, rows * square * self.hidden * width
-        if way == TRITON:
-            length = Chunk().length_for(self.steps)
-            turns = 2 * length + -(-self.steps // length)
-            return 1.0, turns, *common, rows * square * width, rows * square * self.hidden * width
-        return 1.0, math.log2(self.steps + 1), *common, rows * square * width, rows * square * self.hidden * width
+        length = Chunk().length_for(self.steps)
+        calls = {
+            "chunk": 2 * length + self.steps // length + self.steps % length,
+            TRITON: 2 * length + -(-self.steps // length),
+            "blelloch": math.log2(self.steps + 1),
+        }
+        return 1.0, calls[way], *common, rows * square * width, rows * square * self.hidden * width
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,6 @@ def _form(value: Tensor) -> str:
 
 # The forward pass: torch's own kernels, one layer a call.
 
-MODES = ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")
-
 
 def run_native(
     mode: str, x: Tensor, state: tuple[Tensor, ...], directions: tuple[Weights, ...], batch_sizes: Tensor | None = None
@@ -365,13 +363,10 @@ def scan_layer(
     states, directions = hx if isinstance(hx, tuple) else (hx,), ((w_ih, w_hh, b_ih, b_hh),)
     check_layer(mode, x, states, directions, batch_sizes)
     state = tuple(part.unsqueeze(0) for part in states)
-    if reverse:
-        turn = _flip if batch_sizes is None else Packing(batch_sizes, x.device).flip_packed
-        output, *last = _run(mode, turn(x), state, directions, solver, batch_sizes)
-        output = turn(output)
-    else:
-        output, *last = _run(mode, x, state, directions, solver, batch_sizes)
-    return (output, *(part.squeeze(0) for part in last))  # type: ignore[return-value]
+    opposite = _time_reversed if batch_sizes is None or not reverse else Packing(batch_sizes, x.device).flip_packed
+    turn = opposite if reverse else _unchanged
+    output, *last = _run(mode, turn(x), state, directions, solver, batch_sizes)
+    return (turn(output), *(part.squeeze(0) for part in last))  # type: ignore[return-value]
 
 
 def scan_bidirectional(
@@ -415,13 +410,9 @@ def _run(
     ):
         chosen = choose_solver(solver, mode, x, state[0], batch_sizes)
     if chosen is None:
-        return run_native(mode, x, state, tuple(Weights(*weights) for weights in directions), batch_sizes)
+        return run_native(mode, x, state, by_direction(flat), batch_sizes)
     first_cell = state[1] if mode == "LSTM" else None
     results = ScanFunction.apply(  # type: ignore[no-untyped-call]
         mode, chosen, batch_sizes, x, state[0], first_cell, *flat
     )
     return tuple(results)
-
-
-def _flip(series: Tensor) -> Tensor:
-    return series.flip(0)

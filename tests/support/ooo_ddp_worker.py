@@ -154,14 +154,14 @@ def gradients_leave_in_forward_order() -> None:
     model = wrapped()
     ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.01), k=3)
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
-    start = ooo._sending._reductions.start
+    start = ooo._sending.reductions.start
 
     def noting(key: Any, parameters: Any, values: Tensor, *, urgent: bool) -> None:
         if urgent:
             sent.append(sorted(numbers[p] for p in parameters))
         start(key, parameters, values, urgent=urgent)
 
-    ooo._sending._reductions.start = noting  # type: ignore[method-assign]
+    ooo._sending.reductions.start = noting  # type: ignore[method-assign]
     import retime.mechanisms.out_of_order.data_parallel as module
 
     module.SMALLEST_MESSAGE_BYTES = 1

@@ -25,6 +25,7 @@ from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.parts import balanced_parts, samples_in
 from retime.foundations.preserve_state import seed_all
 from retime.mechanisms.pipeline import DeferredInitModel, PipelineError, PipelineStep, RankLostError
+from retime.mechanisms.pipeline.checks import gathered_by_all
 from retime.mechanisms.pipeline.stage import Stage
 from support.pipeline_models import MODELS, WIDTH, Checkpointed, UNet, in_place, made, sequential
 from support.time_limits import limit_s
@@ -103,7 +104,7 @@ def _compare(
         assert bool(spread.plan.waiting) == (schedule not in CONVENTIONAL)
     if name == "sequential":  # one backward pass where nothing waits
         waits = any(stage in spread.mine for stage, _ in spread.plan.waiting)
-        assert (spread.split.deferred_gradients > 0) == waits
+        assert (spread.split.passes.deferred_gradients > 0) == waits
     pipeline.restore()
     whole = dict(model.named_parameters())
     for parameter_name, value in expected[0][-1][2].items():
@@ -300,7 +301,7 @@ def replanned() -> None:
         assert spread.plan.orders != first.orders
         for one in gradients:
             assert all(map(torch.equal, one, gradients[0]))
-        assert len(set(map(str, spread.place.all_gather(spread.plan.orders)))) == 1
+        assert len(set(map(str, gathered_by_all(spread.plan.orders, spread.place.group)))) == 1
         pipeline.remove()
     print("same")
 

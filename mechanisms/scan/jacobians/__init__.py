@@ -2,9 +2,6 @@
 
 from retime.mechanisms.scan.jacobians.chain import (
     JacobianScan,
-    Multiply,
-    ScanPlan,
-    StepFlop,
     count_flops,
     flop_of_product,
     flop_of_vector,
@@ -19,24 +16,13 @@ from retime.mechanisms.scan.jacobians.layers import (
     prune_class_uniform,
     transposed_jacobian,
 )
-from retime.mechanisms.scan.jacobians.sparse import (
-    CsrPattern,
-    ProductPlan,
-    SparseJacobian,
-    VectorPlan,
-    product_count,
-    product_pattern,
-)
+from retime.mechanisms.scan.jacobians.sparse import CsrPattern, ProductPlan, VectorPlan, product_pattern
 
 __all__ = [
     "CsrPattern",
     "JacobianScan",
     "LayerJacobian",
-    "Multiply",
     "ProductPlan",
-    "ScanPlan",
-    "SparseJacobian",
-    "StepFlop",
     "UnknownJacobian",
     "VectorPlan",
     "count_flops",
@@ -44,7 +30,6 @@ __all__ = [
     "flop_of_vector",
     "full_levels",
     "jacobian_of",
-    "product_count",
     "product_pattern",
     "prune_class_blind",
     "prune_class_uniform",

@@ -64,7 +64,7 @@ class LayerJacobian(ABC):
 
 @dataclass(frozen=True)
 class Windows:
-    """Sliding windows over one plane.
+    """Sliding windows over one plane; taps and positions both in row-major order.
 
     Attributes:
         inside: bool ``(T, P)``, whether a tap of a window lies on the plane and not on its padding.
@@ -75,31 +75,28 @@ class Windows:
     place: Tensor
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes along each of the N dimensions; `padding` is what lies before the first element."""
+Sizes = Sequence[int]
+"""A number for each of the N dimensions."""
 
-    sizes: tuple[int, ...]
-    output_sizes: tuple[int, ...]
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
 
-    def windows(self) -> Windows:
-        """All windows, taps and positions both in row-major order."""
-        dimensions = len(self.sizes)
-        inside, place = torch.ones((), dtype=torch.bool), torch.zeros((), dtype=torch.long)
-        for index in range(dimensions):
-            tap = torch.arange(self.kernel[index])[:, None] * self.dilation[index]
-            at = torch.arange(self.output_sizes[index]) * self.stride[index] - self.padding[index] + tap
-            shape = [1] * (2 * dimensions)
-            shape[index], shape[dimensions + index] = at.shape
-            at = at.view(shape)
-            inside = inside & (at >= 0) & (at < self.sizes[index])
-            place = place * self.sizes[index] + at
-        taps = inside.shape[:dimensions].numel()
-        return Windows(inside.reshape(taps, -1), place.reshape(taps, -1))
+def windows_of(
+    sizes: Sizes, positions: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
+) -> Windows:
+    """All windows over a plane; ``padding`` is what lies before the first element."""
+    along = []
+    for size, count, taps, step, before, apart in zip(sizes, positions, kernel, stride, padding, dilation, strict=True):
+        at = torch.arange(count) * step - before + torch.arange(taps)[:, None] * apart
+        along.append((at, (at >= 0) & (at < size)))
+    return _crossed(sizes, along)
+
+
+def _crossed(sizes: Sizes, along: Sequence[tuple[Tensor, Tensor]]) -> Windows:
+    """Windows from those of each dimension, ``(taps, positions)``: the index of a tap, and whether it is inside."""
+    inside, place = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.long)
+    for size, (at, here) in zip(sizes, along, strict=True):
+        inside = (inside[:, None, :, None] & here[None, :, None, :]).flatten(2).flatten(0, 1)
+        place = (place[:, None, :, None] * size + at[None, :, None, :]).flatten(2).flatten(0, 1)
+    return Windows(inside, place)
 
 
 def per_dimension(value: int | Sequence[int], dimensions: int) -> tuple[int, ...]:
@@ -125,11 +122,24 @@ def per_dimension(value: int | Sequence[int], dimensions: int) -> tuple[int, ...
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-class ConvolutionJacobian(LayerJacobian):
-    """Entry (input c, y; output o, x) holds ``weight[o, c, tap]`` for the tap of window x that lies on y.
+class WeightJacobian(LayerJacobian):
+    """Its values are weights, so that all samples share them; weights that are pruned away are no entries."""
 
-    The values depend on the weights alone, so all samples share them, and a weight that is pruned away
-    (`torch.nn.utils.prune`) is no entry.
+    _mask: Tensor | None
+
+    def saved(self, layer: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
+        assert isinstance(layer.weight, Tensor)
+        return (layer.weight.detach(),)
+
+    def still_fits(self, layer: nn.Module) -> bool:
+        one, other = self._mask, mask_of(layer)
+        if one is None or other is None:
+            return one is other
+        return one.device == other.device and torch.equal(one, other)
+
+
+class ConvolutionJacobian(WeightJacobian):
+    """Entry (input c, y; output o, x) holds ``weight[o, c, tap]`` for the tap of window x that lies on y.
 
     Args:
         layer: a plain ``nn.Conv1d``, ``Conv2d`` or ``Conv3d``.
@@ -147,8 +157,7 @@ class ConvolutionJacobian(LayerJacobian):
             )
         if layer.padding_mode != "zeros":
             raise UnknownJacobian(f"padding_mode={layer.padding_mode!r}: only 'zeros' is known")
-        geometry = geometry_of(layer, input_shape[1:])
-        windows = geometry.windows()
+        windows = _convolution_windows(layer, input_shape[1:])
         self._mask = mask_of(layer)
         kept = torch.ones(layer.weight.shape, dtype=torch.bool) if self._mask is None else self._mask.cpu() != 0
         # one line a weight: output channel, input channel of the group, tap
@@ -163,51 +172,31 @@ class ConvolutionJacobian(LayerJacobian):
         self.pattern, order = CsrPattern.from_coordinates(rows, columns, row_of, column_of)
         self._weight_of = weight_of[order]
 
-    def saved(self, layer: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
-        assert isinstance(layer.weight, Tensor)
-        return (layer.weight.detach(),)
-
     def values(self, *saved: Tensor) -> Tensor:
         (weight,) = saved
         return weight.reshape(-1).index_select(0, self._weight_of)[:, None]
-
-    def still_fits(self, layer: nn.Module) -> bool:
-        return same_mask(self._mask, mask_of(layer))
 
     def move(self, device: torch.device) -> None:
         super().move(device)
         self._weight_of = self._weight_of.to(device)
 
 
-def geometry_of(layer: Convolution, sizes: torch.Size) -> Geometry:
-    """The windows' geometry over an input of these spatial sizes."""
+def _convolution_windows(layer: Convolution, sizes: torch.Size) -> Windows:
+    """The windows over an input of these spatial sizes."""
     count = len(sizes)
-    kernel, dilation = per_dimension(layer.kernel_size, count), per_dimension(layer.dilation, count)
-    stride = per_dimension(layer.stride, count)
-    if layer.padding == "same":
-        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        before, both = tuple(t // 2 for t in total), total
-    else:
-        before = (0,) * count if isinstance(layer.padding, str) else per_dimension(layer.padding, count)
-        both = [2 * p for p in before]
-    output = tuple(
-        (size + pad - d * (k - 1) - 1) // s + 1
-        for size, pad, d, k, s in zip(sizes, both, dilation, kernel, stride, strict=True)
-    )
-    return Geometry(tuple(sizes), output, kernel, stride, before, dilation)
+    kernel, stride, dilation = (per_dimension(one, count) for one in (layer.kernel_size, layer.stride, layer.dilation))
+    if layer.padding == "same":  # which torch takes with stride 1 only
+        padding = tuple(d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True))
+        return windows_of(sizes, sizes, kernel, stride, padding, dilation)
+    padding = (0,) * count if isinstance(layer.padding, str) else per_dimension(layer.padding, count)
+    positions = _output_sizes(sizes, kernel, stride, padding, dilation)
+    return windows_of(sizes, positions, kernel, stride, padding, dilation)
 
 
 def mask_of(layer: nn.Module) -> Tensor | None:
     """The mask by which `torch.nn.utils.prune` prunes ``layer.weight``, or None."""
     mask = getattr(layer, "weight_mask", None)
     return mask.detach().clone() if isinstance(mask, Tensor) else None
-
-
-def same_mask(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether both prune the same weights."""
-    if one is None or other is None:
-        return one is other
-    return one.device == other.device and torch.equal(one, other)
 
 
 # The transposed Jacobians of max-pooling and of average pooling, plain or adaptive.
@@ -231,17 +220,17 @@ class MaxPoolJacobian(LayerJacobian):
     """
 
     def __init__(self, layer: MaxPool, input_shape: torch.Size) -> None:
-        sizes = _spatial(input_shape, _dimensions(layer))
+        sizes = _spatial(layer, input_shape)
         if layer.return_indices:
             raise UnknownJacobian("return_indices=True: it has two outputs")
         self._options: dict[str, Any] = {
             name: getattr(layer, name) for name in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
         }
-        count = len(sizes)
-        kernel, dilation = (per_dimension(self._options[name], count) for name in ("kernel_size", "dilation"))
-        stride, padding = (per_dimension(self._options[name], count) for name in ("stride", "padding"))
+        kernel, stride, padding, dilation = (
+            per_dimension(self._options[name], len(sizes)) for name in ("kernel_size", "stride", "padding", "dilation")
+        )
         output = _output_sizes(sizes, kernel, stride, padding, dilation, layer.ceil_mode)
-        windows = Geometry(sizes, output, kernel, stride, padding, dilation).windows()
+        windows = windows_of(sizes, output, kernel, stride, padding, dilation)
         self.pattern, entry = _planes(windows, input_shape)
         self._input_of_plane = windows.place[windows.inside].repeat(input_shape[0])[entry]
 
@@ -267,7 +256,7 @@ class AveragePoolJacobian(LayerJacobian):
     """
 
     def __init__(self, layer: AveragePool | AdaptiveAveragePool, input_shape: torch.Size) -> None:
-        sizes = _spatial(input_shape, _dimensions(layer))
+        sizes = _spatial(layer, input_shape)
         if isinstance(layer, AdaptiveAveragePool):
             windows = _adaptive(sizes, layer.output_size)
             divisor = windows.inside.sum(0)
@@ -278,12 +267,12 @@ class AveragePoolJacobian(LayerJacobian):
             )
             ones = (1,) * count
             output = _output_sizes(sizes, kernel, stride, padding, ones, layer.ceil_mode)
-            windows = Geometry(sizes, output, kernel, stride, padding, ones).windows()
+            windows = windows_of(sizes, output, kernel, stride, padding, ones)
             divisor = windows.inside.sum(0)
             if layer.count_include_pad:
                 # padding counts, what ceil_mode adds beyond it does not
                 padded = tuple(size + 2 * pad for size, pad in zip(sizes, padding, strict=True))
-                divisor = Geometry(padded, output, kernel, stride, (0,) * count, ones).windows().inside.sum(0)
+                divisor = windows_of(padded, output, kernel, stride, (0,) * count, ones).inside.sum(0)
             override = getattr(layer, "divisor_override", None)
             if override:
                 divisor = torch.full_like(divisor, override)
@@ -302,23 +291,15 @@ class AveragePoolJacobian(LayerJacobian):
         self._weight = self._weight.to(device)
 
 
-def _dimensions(layer: nn.Module) -> int:
-    return int(type(layer).__name__.removesuffix("d")[-1])
-
-
-def _spatial(input_shape: torch.Size, dimensions: int) -> tuple[int, ...]:
+def _spatial(layer: nn.Module, input_shape: torch.Size) -> tuple[int, ...]:
+    dimensions = int(type(layer).__name__.removesuffix("d")[-1])
     if len(input_shape) != dimensions + 1:
         raise UnknownJacobian(f"input {tuple(input_shape)} a sample, but it takes (channels, {'size, ' * dimensions})")
     return tuple(input_shape[1:])
 
 
 def _output_sizes(
-    sizes: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
+    sizes: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, ceil_mode: bool = False
 ) -> tuple[int, ...]:
     """Positions along each dimension; with `ceil_mode` a window may hang over, but must start inside or on padding."""
     counts = []
@@ -341,26 +322,24 @@ def _planes(windows: Windows, input_shape: torch.Size) -> tuple[CsrPattern, Tens
     return CsrPattern.from_coordinates(channels * plane, channels * positions, row_of, column_of.flatten())
 
 
-def _adaptive(sizes: Sequence[int], wanted: Any) -> Windows:
+def _adaptive(sizes: Sizes, wanted: Any) -> Windows:
     """Windows from floor(i * size / out) to ceil((i + 1) * size / out), exclusive."""
     outputs = (wanted,) * len(sizes) if isinstance(wanted, int) else tuple(wanted)
-    inside, place = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.long)
+    along = []
     for size, given in zip(sizes, outputs, strict=True):
         out = size if given is None else given
         start = torch.arange(out) * size // out
         stop = -(-(torch.arange(1, out + 1) * size) // out)
         at = start + torch.arange(int((stop - start).max()))[:, None]
-        here = at < stop
-        inside = (inside[:, None, :, None] & here[None, :, None, :]).flatten(2).flatten(0, 1)
-        place = (place[:, None, :, None] * size + at[None, :, None, :]).flatten(2).flatten(0, 1)
-    return Windows(inside, place)
+        along.append((at, at < stop))
+    return _crossed(sizes, along)
 
 
 # The transposed Jacobians of linear layers, elementwise functions and reshapes.
 
 
-class LinearJacobian(LayerJacobian):
-    """The transposed weight matrix; weights that are pruned away are no entries. All samples share the values.
+class LinearJacobian(WeightJacobian):
+    """The transposed weight matrix.
 
     Raises:
         UnknownJacobian: the input of a sample is not one vector of ``in_features`` numbers.
@@ -376,17 +355,10 @@ class LinearJacobian(LayerJacobian):
             kept = self._mask.cpu().t().reshape(-1) != 0
             self.pattern, self._kept = self.pattern.only(kept), kept.nonzero()[:, 0]
 
-    def saved(self, layer: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
-        assert isinstance(layer.weight, Tensor)
-        return (layer.weight.detach(),)
-
     def values(self, *saved: Tensor) -> Tensor:
         (weight,) = saved
         flat = weight.t().reshape(-1, 1)
         return flat if self._kept is None else flat.index_select(0, self._kept)
-
-    def still_fits(self, layer: nn.Module) -> bool:
-        return same_mask(self._mask, mask_of(layer))
 
     def move(self, device: torch.device) -> None:
         super().move(device)

@@ -57,9 +57,9 @@ class CsrPattern:
         return cls(rows, columns, _offsets(counts), place % columns), order
 
     @classmethod
-    def diagonal(cls, size: int, device: torch.device | None = None) -> CsrPattern:
+    def diagonal(cls, size: int) -> CsrPattern:
         """The diagonal of a square matrix (appendix D.2, algorithms 5 and 6)."""
-        return cls(size, size, torch.arange(size + 1, device=device), torch.arange(size, device=device))
+        return cls(size, size, torch.arange(size + 1), torch.arange(size))
 
     @classmethod
     def full(cls, rows: int, columns: int, device: torch.device | None = None) -> CsrPattern:
@@ -106,12 +106,6 @@ class CsrPattern:
         """The same pattern on another device."""
         return CsrPattern(self.rows, self.columns, self.indptr.to(device), self.indices.to(device))
 
-    def same_as(self, other: CsrPattern) -> bool:
-        """Whether both store exactly the same places of matrices of the same shape."""
-        if (self.rows, self.columns) != (other.rows, other.columns):
-            return False
-        return torch.equal(self.indptr, other.indptr) and torch.equal(self.indices, other.indices)
-
 
 def _offsets(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -133,10 +127,6 @@ class SparseJacobian:
 
     pattern: CsrPattern
     values: Tensor
-
-    def dense(self) -> Tensor:
-        """``(S, R, C)``, zeros included; for small matrices and tests."""
-        return dense_values(self.pattern, self.values).permute(2, 0, 1).contiguous()
 
     def without_zeros(self, sample: int = 0) -> CsrPattern:
         """The places of one sample that hold something else than zero.
@@ -177,7 +167,6 @@ class SumOfProducts:
     """
 
     def __init__(self, left_of: Tensor, right_of: Tensor, counts: Tensor) -> None:
-        self.products = left_of.numel()
         self._groups: list[_Group] = []
         self._back: Tensor | None = None
         self._sums = counts.numel()
@@ -274,8 +263,7 @@ class ProductPlan:
 
     def __init__(self, left: CsrPattern, right: CsrPattern) -> None:
         self.left, self.right = left, right
-        self.products = product_count(left, right)
-        self.is_dense = self.products * DENSE_GAIN > left.rows * left.columns * right.columns
+        self.is_dense = product_count(left, right) * DENSE_GAIN > left.rows * left.columns * right.columns
         if self.is_dense:
             self.pattern = product_pattern(left, right)
             return

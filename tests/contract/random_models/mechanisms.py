@@ -87,7 +87,7 @@ class Deferral(Way):
 
     def end(self) -> None:
         with suppress(AttributeError):
-            self.on = self._deferral.split.deferred_gradients > 0
+            self.on = self._deferral.split.passes.deferred_gradients > 0
             self._deferral.remove()
 
 

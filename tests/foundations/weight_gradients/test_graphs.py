@@ -33,7 +33,7 @@ def test_memory_that_outputs_share_is_changed_in_place(use: Any) -> None:
     plain, model, deferral = pair(lambda: Around(Own(use), in_place))
     for _ in range(3):
         assert_same(model, plain, deferral)
-    assert deferral.split.deferred_gradients == 2
+    assert deferral.split.passes.deferred_gradients == 2
 
 
 def test_an_output_that_backward_needs_must_not_be_changed_unseen() -> None:
@@ -57,7 +57,7 @@ def test_parameters_are_frozen_and_thawed_in_mid_run(part: int, layer: Any) -> N
             for parameter in parameters:
                 parameter.requires_grad_(not frozen)
         assert_same(model, plain, deferral)
-    assert deferral.split.deferred_gradients + deferral.split.buffered_gradients > 6
+    assert deferral.split.passes.deferred_gradients + deferral.split.passes.buffered_gradients > 6
 
 
 def test_a_layer_frozen_between_forward_and_backward_gets_no_gradient() -> None:
@@ -105,7 +105,7 @@ def test_a_branch_without_gradient_stays_without() -> None:
     for _ in range(3):
         assert_same(model, plain, deferral)
     assert not fired
-    assert deferral.split.deferred_gradients
+    assert deferral.split.passes.deferred_gradients
 
 
 def keeps_a_loss(module: Own) -> Callable[[Tensor, Tensor], Tensor]:

@@ -44,7 +44,7 @@ def split() -> tuple[nn.Module, nn.Module, SplitBackward]:
 def losses(model: nn.Module, split: SplitBackward, numbers: range) -> list[Tensor]:
     values = []
     for number in numbers:
-        with split.begin(number):
+        with split.passes.begin(number):
             values.append(loss_of(model, number))
     return values
 
@@ -61,6 +61,11 @@ def without_gradient(model: nn.Module) -> set[str]:
     return {name.split(".")[0] for name, parameter in model.named_parameters() if parameter.grad is None}
 
 
+def waiting(split: SplitBackward, key: int) -> list[str]:
+    """The layers of which a weight gradient of this pass waits."""
+    return [layer.name for layer in split.first_pass.order if layer in split.passes.of(key).waiting()]
+
+
 @pytest.mark.parametrize("backward_order", [(0, 1, 2), (2, 0, 1), (2, 1, 0)])
 def test_gradients_add_up_in_the_order_in_which_passes_are_finished(backward_order: tuple[int, ...]) -> None:
     plain, model, parts = split()
@@ -72,10 +77,10 @@ def test_gradients_add_up_in_the_order_in_which_passes_are_finished(backward_ord
         assert without_gradient(model) == {"0", "1", "2", "4"}
     assert list(parts.passes.in_flight) == [0, 1, 2]
     for number in range(3):
-        parts.finish(number)
+        parts.passes.finish(number)
     assert_same(model, plain)
     assert list(parts.passes.in_flight) == []
-    assert (parts.deferred_gradients, parts.buffered_gradients) == (9, 3)
+    assert (parts.passes.deferred_gradients, parts.passes.buffered_gradients) == (9, 3)
 
 
 def test_all_weight_gradients_of_a_pass_in_one_call() -> None:
@@ -97,14 +102,14 @@ def test_all_weight_gradients_of_a_pass_in_one_call() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd, "backward", backward)
         for number in range(3):
-            parts.finish_together(number)
+            parts.passes.finish_together(number)
     assert len(calls) == 3 + 3  # the three that were cut at once, and the small one, which is handed on
     assert sorted(fired) == sorted(3 * [name for name, _ in model.named_parameters()])
     assert_same(model, plain)
     assert list(parts.passes.in_flight) == []
-    assert (parts.deferred_gradients, parts.buffered_gradients) == (9, 3)
+    assert (parts.passes.deferred_gradients, parts.passes.buffered_gradients) == (9, 3)
     with pytest.raises(ValueError, match="no pass 7 is in flight"):
-        parts.finish_together(7)
+        parts.passes.finish_together(7)
 
 
 def test_backward_passes_between_forward_passes() -> None:
@@ -115,11 +120,11 @@ def test_backward_passes_between_forward_passes() -> None:
     for number in range(4):
         ours[number].backward()
         if number >= 2:
-            parts.finish(number - 2)
+            parts.passes.finish(number - 2)
         if number < 2:
             ours += losses(model, parts, range(number + 2, number + 3))
-    parts.finish(2)
-    parts.finish(3)
+    parts.passes.finish(2)
+    parts.passes.finish(3)
     for loss in expected:
         loss.backward()
     assert_same(model, plain)
@@ -131,20 +136,20 @@ def test_one_layer_of_one_pass_while_another_pass_waits() -> None:
     second.backward()
     first.backward()
     layers = {layer.name: layer for layer in parts.first_pass.order}
-    assert [layer.name for layer in parts.waiting(0)] == ["0", "1", "2", "4"]
-    parts.finish_layer(0, layers["2"])
+    assert waiting(parts, 0) == ["0", "1", "2", "4"]
+    parts.passes.finish(0, [layers["2"]])
     assert without_gradient(model) == {"0", "1", "4"}
     loss_of(plain, 0).backward()
     assert torch.equal(model[2].weight.grad, plain[2].weight.grad)  # type: ignore[index]
-    parts.finish_layer(0, layers["1"])
+    parts.passes.finish(0, [layers["1"]])
     assert without_gradient(model) == {"0", "4"}
     assert torch.equal(model[1].weight.grad, plain[1].weight.grad)  # type: ignore[index]
-    assert [layer.name for layer in parts.waiting(0)] == ["0", "4"]
-    assert [layer.name for layer in parts.waiting(1)] == ["0", "1", "2", "4"]
-    parts.finish(0)
+    assert waiting(parts, 0) == ["0", "4"]
+    assert waiting(parts, 1) == ["0", "1", "2", "4"]
+    parts.passes.finish(0)
     assert_same(model, plain)
     assert list(parts.passes.in_flight) == [1]
-    parts.finish(1)
+    parts.passes.finish(1)
     loss_of(plain, 1).backward()
     assert_same(model, plain)
 
@@ -157,7 +162,7 @@ def test_weight_gradients_run_in_the_order_that_is_asked_for() -> None:
     (loss,) = losses(model, parts, range(1))
     loss.backward()
     assert fired == []
-    parts.finish(0, reversed(parts.first_pass.order))
+    parts.passes.finish(0, reversed(parts.first_pass.order))
     assert [name for name in fired if name.endswith("weight")] == ["4.weight", "2.weight", "1.weight", "0.weight"]
 
 
@@ -169,20 +174,20 @@ def test_one_pass_is_dropped_and_the_others_stay(backward_before: bool) -> None:
     ours = losses(model, parts, range(3))
     if backward_before:
         ours[1].backward()
-    parts.drop(1)
+    parts.passes.drop(1)
     for number in (2, 0):
         ours[number].backward()
-    parts.finish(0)
-    parts.finish(2)
+    parts.passes.finish(0)
+    parts.passes.finish(2)
     assert_same(model, plain)
     with pytest.raises(ValueError, match=r"no pass 1 is in flight; in flight are: \[\]"):
-        parts.finish(1)
+        parts.passes.finish(1)
 
 
 def test_a_backward_pass_through_a_dropped_pass_is_refused() -> None:
     _, model, parts = split()
     (loss,) = losses(model, parts, range(1))
-    parts.drop(0)
+    parts.passes.drop(0)
     with pytest.raises(RuntimeError, match="the pass 0, which was dropped"):
         loss.backward()
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -195,18 +200,18 @@ def test_a_failed_forward_or_backward_pass_without_a_key_leaves_keyed_ones_alone
     with pytest.raises(RuntimeError):
         model(torch.zeros(2, 3))
     parts.forget()
-    parts.finish(0)
+    parts.passes.finish(0)
     loss_of(plain, 0).backward()
     assert_same(model, plain)
 
 
 def test_two_backward_passes_through_one_pass() -> None:
     plain, model, parts = split()
-    with parts.begin("both"):
+    with parts.passes.begin("both"):
         output = model(micro_batch(0))
     output.square().mean().backward(retain_graph=True)
     output.sin().mean().backward()
-    parts.finish("both")
+    parts.passes.finish("both")
     output = plain(micro_batch(0))
     output.square().mean().backward(retain_graph=True)
     output.sin().mean().backward()
@@ -218,13 +223,13 @@ def test_a_pass_stays_while_a_backward_pass_can_come() -> None:
     plain, model, parts = split()
     for number in (0, 1):
         loss_of(plain, number).backward()
-    with parts.begin("both"):
+    with parts.passes.begin("both"):
         first, second = loss_of(model, 0), loss_of(model, 1)
     first.backward()
-    parts.finish("both")
+    parts.passes.finish("both")
     assert list(parts.passes.in_flight) == ["both"]
     second.backward()
-    parts.finish("both")
+    parts.passes.finish("both")
     assert list(parts.passes.in_flight) == []
     assert_same(model, plain)
 
@@ -234,9 +239,9 @@ def test_two_forward_passes_of_one_pass_and_one_backward_pass() -> None:
     fired: list[Tensor] = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(fired.append)
-    with parts.begin("both"):
+    with parts.passes.begin("both"):
         (loss_of(model, 0) + loss_of(model, 1) + loss_of(model, 2)).backward()
-    parts.finish("both")
+    parts.passes.finish("both")
     (loss_of(plain, 0) + loss_of(plain, 1) + loss_of(plain, 2)).backward()
     assert_same(model, plain)
     assert len(fired) == len(list(model.parameters()))
@@ -251,7 +256,7 @@ def test_one_backward_pass_through_two_passes_is_refused() -> None:
 
 def test_a_pass_needs_a_key() -> None:
     _, _, parts = split()
-    with pytest.raises(ValueError, match="needs a key"), parts.begin(None):
+    with pytest.raises(ValueError, match="needs a key"), parts.passes.begin(None):
         pass
 
 
@@ -267,7 +272,7 @@ def test_activations_stay_until_their_pass_ends(end: str) -> None:
     (loss,) = losses(model, parts, range(1))
     loss.backward()
     assert seen[0]() is not None
-    getattr(parts, end)(0)
+    getattr(parts.passes, end)(0)
     gc.collect()
     assert seen[0]() is None
     assert loss.grad_fn is not None
@@ -304,7 +309,7 @@ def test_two_forward_passes_before_their_backward_passes(order: str) -> None:
             one.zero_grad()
             forward_twice(order)(one)
         assert_same(model, plain)
-    assert deferral.split.buffered_gradients == (2 if order == "joint" else 4)
+    assert deferral.split.passes.buffered_gradients == (2 if order == "joint" else 4)
 
 
 def test_forget_between_two_forward_passes_keeps_the_first() -> None:
@@ -358,4 +363,4 @@ def test_stand_ins_share_no_memory_where_nothing_was_cut() -> None:
         deferral.watch(loss)
         loss.backward()  # the graph lives on in the loss
         assert not aliased([model[0].weight])  # type: ignore[arg-type]
-    assert deferral.split.buffered_gradients > 0
+    assert deferral.split.passes.buffered_gradients > 0

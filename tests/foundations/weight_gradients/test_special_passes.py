@@ -55,9 +55,9 @@ def test_a_copy_of_the_model_is_plain() -> None:
     plain, model, deferral = pair(lambda: Around(nn.Linear(WIDTH, WIDTH), lambda layer, x: layer(x)))
     step(model, deferral)
     twin = copy.deepcopy(model)
-    before = deferral.split.deferred_gradients, reasons(deferral)
+    before = deferral.split.passes.deferred_gradients, reasons(deferral)
     assert all(torch.equal(a, b) for a, b in zip(step(twin), step(plain), strict=True))  # type: ignore[arg-type]
-    assert (deferral.split.deferred_gradients, reasons(deferral)) == before
+    assert (deferral.split.passes.deferred_gradients, reasons(deferral)) == before
 
 
 def test_an_input_that_is_read_twice_adds_up_in_one_place() -> None:

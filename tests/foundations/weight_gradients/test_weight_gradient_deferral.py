@@ -195,7 +195,7 @@ def assert_same_training(make: Make, data: Any, surroundings: Any = contextlib.n
 def test_the_same_bits_for_every_k(name: str) -> None:
     make, data = MODELS[name]
     deferral = assert_same_training(make, data)
-    assert deferral.split.deferred_gradients + deferral.split.buffered_gradients > 0
+    assert deferral.split.passes.deferred_gradients + deferral.split.passes.buffered_gradients > 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -215,7 +215,7 @@ def test_transformers_unmodified(architecture: str, tied: bool) -> None:
 
     tokens = torch.arange(24).reshape(2, 12)
     deferral = assert_same_training(make, {"input_ids": tokens, "labels": tokens, "use_cache": False})
-    assert deferral.split.deferred_gradients
+    assert deferral.split.passes.deferred_gradients
     assert len(deferral.blocks) == 5
     assert ("its parameters are tied to another module's" in deferral.split.layers_in_order) == tied
 
@@ -225,8 +225,8 @@ def test_autocast() -> None:
         return torch.autocast("cpu", torch.bfloat16)
 
     deferral = assert_same_training(mlp, VECTORS, bfloat16)
-    assert deferral.split.deferred_gradients
-    assert assert_same_training(shared_layer, VECTORS, bfloat16).split.deferred_gradients
+    assert deferral.split.passes.deferred_gradients
+    assert assert_same_training(shared_layer, VECTORS, bfloat16).split.passes.deferred_gradients
 
 
 def test_reasons_are_told() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from retime.foundations.parts import balanced_parts
 from retime.mechanisms.pipeline import PipelineError
 from retime.mechanisms.pipeline.calls import LayerInterceptors
-from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, check_loss_weight, look_at_losses
+from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, look_at_losses
 
 Step = Callable[[nn.Module, Any], Tensor]
 CLASSES, TOKENS = 5, 11
@@ -523,14 +523,6 @@ def test_a_loss_weight_has_to_give_a_number(given):
         look(counted, loss_weight=lambda _: given)
     with pytest.raises(PipelineError, match="gave 0 for a whole batch"):
         look(counted, loss_weight=lambda _: 0)
-
-
-def test_a_loss_weight_is_a_name_or_a_function():
-    for right in (None, "samples", "sum", len):
-        check_loss_weight(right)
-    for wrong in ("tokens", 3, True, torch.ones(3), torch.ones(()), numpy.ones(3)):
-        with pytest.raises(ValueError, match=r"loss_weight=.*: give 'samples', 'sum', or a function from a batch"):
-            check_loss_weight(wrong)
 
 
 def test_means_over_samples_in_parts_of_several_sizes():
