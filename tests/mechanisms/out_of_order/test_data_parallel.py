@@ -28,9 +28,9 @@ IN_A_BARE_LOOP = [
 IN_A_TRAINER = [
     "k_is_kept_in_the_checkpoint",
     "bucket_size_is_fixed_where_a_measurement_must_not_matter",
-    "callback_sets_k",
     "accelerate_loop",
     "accelerate_refuses_a_budget_beside",
+    "callback_sets_k",
 ]
 
 
@@ -46,9 +46,15 @@ def test_in_a_bare_loop(name: str, ranks: list[subprocess.CompletedProcess[str]]
         assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
 
 
+@pytest.fixture(scope="module")
+def ranks_of_trainers(tmp_path_factory: pytest.TempPathFactory) -> list[subprocess.CompletedProcess[str]]:
+    """Another pair, in which a Trainer or an Accelerator makes the process group."""
+    return run_two_ranks("ooo_ddp_worker.py", ",".join(IN_A_TRAINER), str(tmp_path_factory.mktemp("trainers")))
+
+
 @pytest.mark.parametrize("name", IN_A_TRAINER)
-def test_in_a_trainer(name: str, tmp_path: Path) -> None:
-    for number, rank in enumerate(run_two_ranks("ooo_ddp_worker.py", name, str(tmp_path))):
+def test_in_a_trainer(name: str, ranks_of_trainers: list[subprocess.CompletedProcess[str]]) -> None:
+    for number, rank in enumerate(ranks_of_trainers):
         assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
 
 
