@@ -1,7 +1,6 @@
 """One rank of the tests of mechanisms/pipeline: `python pipeline_worker.py CASE...`.
 
-A case is a function of this file and its arguments, with a `|` between: `gradients|tied,frozen|ooo2|1`. What it prints
-stands between its name and the word "done".
+A case is a function of this file and its arguments, with a `|` between: `gradients|tied,frozen|ooo2|1`.
 """
 
 import copy
@@ -32,6 +31,7 @@ from retime.mechanisms.pipeline import DeferredInitModel, PipelineError, Pipelin
 from retime.mechanisms.pipeline.stage import Stage
 from support.pipeline_models import MODELS, WIDTH, Checkpointed, UNet, classified, made, sequential
 from support.time_limits import limit_s
+from support.two_ranks import run_cases
 
 ALSO = {"ooo": ("ooo1", "ooo2", "ooo_v")}
 """What a schedule may be reported as, beside its own name."""
@@ -709,12 +709,7 @@ def not_a_number() -> None:
 def main(cases: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for case in cases:
-        name, *arguments = case.split("|")
-        print(f"== {case}", flush=True)
-        globals()[name](*arguments)
-        dist.barrier()
-        print("== done", flush=True)
+    run_cases(globals(), cases)
     dist.destroy_process_group()
 
 

@@ -1,12 +1,11 @@
 """Pipelines over real gloo ranks: gradients of one device, memory of a share, errors that say what to change."""
 
-import re
 import subprocess
 from functools import cache
 
 import pytest
 
-from support.two_ranks import run_ranks
+from support.two_ranks import run_ranks, said_in
 
 OURS = "ooo2,ooo,ooo_v,ooo2_flush,ooo1,ooo1_flush,gpipe,1f1b,zb_h1,zbv,interleaved,interleaved_zero_bubble"
 TORCHS = "GPipe,1F1B,Interleaved1F1B,LoopedBFS,InterleavedZeroBubble,ZBVZeroBubble"
@@ -104,12 +103,7 @@ def started(ranks: int, kind: str) -> list[subprocess.CompletedProcess[str]]:
 
 def outputs(ranks: int, case: str, kind: str = "others") -> list[str]:
     """What the ranks of a case print; none may fail."""
-    told = []
-    for one in started(ranks, kind):
-        found = re.search(rf"^== {re.escape(case)}$(.*?)^== done$", one.stdout, re.MULTILINE | re.DOTALL)
-        assert found, f"{one.stdout[-1000:]}\n{one.stderr[-3000:]}"
-        told.append(found[1].strip())
-    return told
+    return [said_in(one, case) for one in started(ranks, kind)]
 
 
 @pytest.mark.parametrize("name", SAME)
