@@ -29,9 +29,7 @@ def _compiled() -> None:
         pytest.skip(str(library))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "checks"), [(2, SAME), (2, STATES), (2, REFUSED), (2, FAILURES), (4, "two_machines")]
-)
+@pytest.mark.parametrize(("ranks", "checks"), [(2, f"{SAME},{STATES},{REFUSED},{FAILURES}"), (4, "two_machines")])
 def test_checks_of_the_worker(ranks: int, checks: str) -> None:
     for rank, run in enumerate(run_ranks(ranks, WORKER, checks)):
         done = re.findall(r"rank \d: (\w+) done", run.stdout)
