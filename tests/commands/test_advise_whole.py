@@ -145,7 +145,8 @@ def test_a_whole_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     tried = ("fused_optimizer", "convert (scan modules)", "memory_budget")
     only = [word for name in tried for word in ("--only", name)]
     files = ("--json", "advice.json", "--html", "advice.html")
-    status = main(["advise", "advised_models:small", "--seconds", str(limit_s(120)), *only, *files])
+    options = ("--seconds", str(limit_s(120)), "--memory", "1GiB")  # one budget, and not two by the plain step's peak
+    status = main(["advise", "advised_models:small", *options, *only, *files])
     out, errors = capsys.readouterr()
     assert status == 0, errors
     whole = json.loads((folder / "advice.json").read_text())
@@ -159,12 +160,20 @@ def test_a_whole_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ]
 
 
+SHORT_BLOCKS = """
+import sys
+from retime.commands import advise_turns, main
+advise_turns._BLOCK_MS = 30.0
+sys.exit(main.main())
+"""
+
+
 @pytest.mark.long
 def test_ctrl_c(folder: Path) -> None:
     """In the middle of the methods: what is known is printed and written, and no process is left."""
-    command = [sys.executable, "-m", "retime.commands.main", "advise", "advised_models:small", "--json", "advice.json"]
+    options = ["--json", "advice.json", "--seconds", str(limit_s(60))]
     with subprocess.Popen(
-        [*command, "--seconds", str(limit_s(60))],
+        [sys.executable, "-c", SHORT_BLOCKS, "advise", "advised_models:small", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
