@@ -147,4 +147,4 @@ def refuses(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(saves, loads, resumes, refuses)
+    main(globals())

@@ -336,23 +336,17 @@ def half() -> None:
     print("half")
 
 
-def as_in_a_new_process(case: Any) -> Any:
-    """With none of Accelerate's state from the cases before."""
-
-    def run(*arguments: str) -> None:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        case(*arguments)
-
-    return run
+def forget_state() -> None:
+    """As in a new process: Accelerate keeps its device, mixed precision and accumulation."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
 
 
-def main(*functions: Any) -> None:
-    """Run cases of these functions."""
+def main(functions: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    run_cases({one.__name__: as_in_a_new_process(one) for one in functions}, sys.argv[1:])
+    run_cases(functions, sys.argv[1:], before=forget_state)
     os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 if __name__ == "__main__":
-    main(same, beside, refused, half)
+    main(globals())

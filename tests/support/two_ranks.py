@@ -66,10 +66,13 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def run_cases(functions: Mapping[str, Callable[..., Any]], cases: Sequence[str]) -> None:
+def run_cases(
+    functions: Mapping[str, Callable[..., Any]], cases: Sequence[str], before: Callable[[], Any] = lambda: None
+) -> None:
     """On one rank: run these one after the other, each a function and its arguments: ``name|argument|argument``."""
     for case in cases:
         name, *arguments = case.split("|")
+        before()
         print(f"== {case}", flush=True)
         functions[name](*arguments)
         dist.barrier()
