@@ -609,16 +609,16 @@ def accelerate_loops() -> None:
     assert should_reduce_batch_size(caught.value)
 
 
-def main(checks: list[str]) -> None:
+def main(functions: dict[str, Any], checks: list[str]) -> None:
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("error")
     for message in (".*LeafSpec", ".*does not have many workers", ".*number of training batches", ".*all_gather is"):
         warnings.filterwarnings("ignore", message=message)
     dist.init_process_group("gloo")
-    run_cases(globals(), checks, before=pass_over_what_is_there)
+    run_cases(functions, checks, before=pass_over_what_is_there)
     os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(globals(), sys.argv[1:])
