@@ -71,7 +71,8 @@ def plain():
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "advised_models.py").write_text(MODELS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of processes that are started
+    monkeypatch.syspath_prepend(tmp_path)  # and of those that are forked
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -99,13 +100,13 @@ def test_a_process_trains_in_turns(folder: Path) -> None:
 
 def test_an_error_is_a_reason_and_says_where(folder: Path) -> None:
     said = r"advised_models\.py, line \d+, in training_step: ZeroDivisionError: not"
-    running = Running(serve, request_of("fails"), {}, 1, Limit(limit_s(60)))
+    running = Running(serve, request_of("fails"), None, 1, Limit(limit_s(60)))
     with closing(running), pytest.raises(MethodError, match=said):
         _ = running.first
 
 
 def test_a_plain_module_wants_an_optimizer(folder: Path) -> None:
-    running = Running(serve, request_of("plain"), {}, 1, Limit(limit_s(60)))
+    running = Running(serve, request_of("plain"), None, 1, Limit(limit_s(60)))
     with closing(running), pytest.raises(MethodError, match="Sequential has no optimizer: give --optimizer"):
         _ = running.first
 
