@@ -60,7 +60,6 @@ RARELY_MEANT: tuple[Any, ...] = (
     *(timedelta(0), timedelta(seconds=-1)),
 )
 """Of a type that an argument may take."""
-ANY_INT = (0, -1, -(10**9))
 ANY_TEXT = ("", "nonsense")
 
 

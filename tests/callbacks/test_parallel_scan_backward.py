@@ -167,8 +167,3 @@ class TestFit:
         module = Evaluated()
         trainer(ParallelScanBackward()).validate(module, loader(), verbose=False)
         assert module.seen == ["GRU"]
-
-
-def test_unknown_solver_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="unknown solver 'fast'"):
-        ParallelScanBackward(solver="fast")

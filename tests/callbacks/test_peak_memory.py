@@ -202,9 +202,3 @@ def test_weights_are_bit_identical_and_the_strategy_is_left_as_found(source: str
 
 def test_nothing_measured_reports_nothing() -> None:
     assert PeakMemory().report() == {"steps": 0, "source": None, "note": ""}
-
-
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-3, ValueError), (None, TypeError), ("2", TypeError)])
-def test_arguments_are_checked(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=rf"PeakMemory\(every_n_steps={value!r}\): give"):
-        PeakMemory(every_n_steps=value)

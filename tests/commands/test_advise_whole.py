@@ -71,7 +71,8 @@ def plain():
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "advised_models.py").write_text(MODELS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of processes that are started
+    monkeypatch.syspath_prepend(tmp_path)  # and of those that are forked
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -99,13 +100,13 @@ def test_a_process_trains_in_turns(folder: Path) -> None:
 
 def test_an_error_is_a_reason_and_says_where(folder: Path) -> None:
     said = r"advised_models\.py, line \d+, in training_step: ZeroDivisionError: not"
-    running = Running(serve, request_of("fails"), {}, 1, Limit(limit_s(60)))
+    running = Running(serve, request_of("fails"), None, 1, Limit(limit_s(60)))
     with closing(running), pytest.raises(MethodError, match=said):
         _ = running.first
 
 
 def test_a_plain_module_wants_an_optimizer(folder: Path) -> None:
-    running = Running(serve, request_of("plain"), {}, 1, Limit(limit_s(60)))
+    running = Running(serve, request_of("plain"), None, 1, Limit(limit_s(60)))
     with closing(running), pytest.raises(MethodError, match="Sequential has no optimizer: give --optimizer"):
         _ = running.first
 
@@ -145,7 +146,8 @@ def test_a_whole_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     tried = ("fused_optimizer", "convert (scan modules)", "memory_budget")
     only = [word for name in tried for word in ("--only", name)]
     files = ("--json", "advice.json", "--html", "advice.html")
-    status = main(["advise", "advised_models:small", "--seconds", str(limit_s(120)), *only, *files])
+    options = ("--seconds", str(limit_s(120)), "--memory", "1GiB")  # one budget, and not two by the plain step's peak
+    status = main(["advise", "advised_models:small", *options, *only, *files])
     out, errors = capsys.readouterr()
     assert status == 0, errors
     whole = json.loads((folder / "advice.json").read_text())
@@ -159,12 +161,20 @@ def test_a_whole_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ]
 
 
+SHORT_BLOCKS = """
+import sys
+from retime.commands import advise_turns, main
+advise_turns._BLOCK_MS = 30.0
+sys.exit(main.main())
+"""
+
+
 @pytest.mark.long
 def test_ctrl_c(folder: Path) -> None:
     """In the middle of the methods: what is known is printed and written, and no process is left."""
-    command = [sys.executable, "-m", "retime.commands.main", "advise", "advised_models:small", "--json", "advice.json"]
+    options = ["--json", "advice.json", "--seconds", str(limit_s(60))]
     with subprocess.Popen(
-        [*command, "--seconds", str(limit_s(60))],
+        [sys.executable, "-c", SHORT_BLOCKS, "advise", "advised_models:small", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -17,7 +17,7 @@ from torch import nn
 
 def deep():
     layers = [nn.Linear(32, 64)]
-    for _ in range(6):
+    for _ in range(4):
         layers += [nn.Linear(64, 64), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(64, 4)), (torch.randn(2048, 32), torch.zeros(2048, dtype=torch.long))
 """

@@ -97,7 +97,7 @@ class Scenario:
     """
 
     name: str
-    drive: Callable[["Bench"], None]
+    drive: Callable[["Bench"], object]
     traits: frozenset[str] = frozenset()
     single: str = ""
     several: bool = False

@@ -1,13 +1,13 @@
 """Where scenarios register themselves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from contract.bench import Bench, Scenario
 
 SCENARIOS: dict[str, Scenario] = {}
 
-Drive = Callable[[Bench], None]
+Drive = Callable[[Bench], object]
 
 
 def add(name: str, drive: Drive, *traits: str, single: str = "", several: bool = False, **ddp: Any) -> None:
@@ -15,6 +15,12 @@ def add(name: str, drive: Drive, *traits: str, single: str = "", several: bool =
     if name in SCENARIOS:
         raise ValueError(f"two scenarios are called {name!r}")
     SCENARIOS[name] = Scenario(name, drive, frozenset(traits), single, several, ddp)
+
+
+def fits(*traits: str, single: str = "", several: bool = False, ddp: Mapping[str, Any] = {}, **drives: Drive) -> None:
+    """Register scenarios by their names, each one fit."""
+    for name, drive in drives.items():
+        add(name, drive, *traits, single=single, several=several, **ddp)
 
 
 def scenario(*traits: str, single: str = "", several: bool = False, **ddp: Any) -> Callable[[Drive], Drive]:

@@ -411,11 +411,13 @@ STRATEGIES = [
         "ooo_single_device_updates",
         lambda _: OOOSingleDeviceStrategy(threads=(torch.get_num_threads(),) * 2, fuse_updates=True),
         warned=IN_ORDER,  # those layers update as in backward fusion
+        only=(*LAYERS, "clip_by", "groups_", "none_"),  # where updates meet weight gradients; two rows have the rest
+        soon=True,
         report=_of_updates,
         **ON_ONE_DEVICE,
     ),
     # Roomy budgets train plainly: what holds in the next rows holds here.
-    Row("memory_budget", lambda _: "memory_budget", refused={MANUAL: "needs automatic optimization"}, only=WIRED),
+    Row("memory_budget", lambda _: "memory_budget", refused={MANUAL: "needs automatic optimization"}, only=FEW),
     Row(
         "memory_budget_offload",
         lambda _: _OffloadsEverything(),
@@ -431,7 +433,7 @@ STRATEGIES = [
     Row(
         "memory_budget_ddp",
         lambda ddp: MemoryBudgetDDPStrategy(**ddp) if ddp else "memory_budget_ddp",
-        only=WIRED,
+        only=FEW,
         **BUDGET_DDP,
     ),
     Row(
@@ -460,7 +462,7 @@ STRATEGIES = [
         "ooo_ddp_one_block",
         _one_block,
         warned=frozenset({MANUAL, UNUSED}),
-        only=WIRED,
+        only=FEW,
         **OUT_OF_ORDER,
         report=_of_strategy,
     ),
@@ -485,7 +487,7 @@ STRATEGIES = [
         lambda ddp: _AddsUpOnHost(**ddp),
         plain="ddp",
         refused={SPARSE: "sparse"},
-        only=WIRED,
+        only=(*FEW, "fit_", "exception_", "evaluate_", "resume_mid"),
         soon=True,
     ),
     Row(

@@ -127,18 +127,6 @@ def an_event_is_waited_for_that_nobody_recorded(right: bool) -> bool:
 
 
 @program
-def an_event_is_recorded_on_the_wrong_stream(right: bool) -> bool:
-    into = torch.zeros(4)
-    stream = side()
-    with torch.cuda.stream(stream):
-        into.add_(1)
-        inside = torch.cuda.current_stream().record_event()
-    outside = torch.cuda.current_stream().record_event()
-    torch.cuda.current_stream().wait_event(inside if right else outside)
-    return (into * 2).tolist() == [2] * 4
-
-
-@program
 def one_event_stands_for_two_kernels(right: bool) -> bool:
     """Recording it again moves it, but who has waited by then has waited for the earlier kernel."""
     first, second = torch.zeros(4), torch.zeros(4)
@@ -153,30 +141,6 @@ def one_event_stands_for_two_kernels(right: bool) -> bool:
     if right:
         event.wait()
     return (first + second).tolist() == [3] * 4
-
-
-@program
-def a_stream_waits_before_the_work_is_given(right: bool) -> bool:
-    into = torch.zeros(4)
-    stream = side()
-    if not right:
-        torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.stream(stream):
-        into.add_(1)
-    if right:
-        torch.cuda.current_stream().wait_stream(stream)
-    return (into * 2).tolist() == [2] * 4
-
-
-@program
-def the_wrong_stream_waits(right: bool) -> bool:
-    into = torch.zeros(4)
-    stream, other = side(), side()
-    with torch.cuda.stream(stream):
-        into.add_(1)
-        event = stream.record_event()
-    (torch.cuda.current_stream() if right else other).wait_event(event)
-    return (into * 2).tolist() == [2] * 4
 
 
 @program
@@ -209,18 +173,6 @@ def a_wait_is_skipped_where_query_says_done(right: bool) -> bool:
         event = stream.record_event()
     if right or not event.query():
         event.wait()
-    return (into * 2).tolist() == [2] * 4
-
-
-@program
-def priority_is_taken_for_order(right: bool) -> bool:
-    into = torch.zeros(4)
-    stream = torch.cuda.Stream(priority=-1)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        into.add_(1)
-    if right:
-        torch.cuda.current_stream().wait_stream(stream)
     return (into * 2).tolist() == [2] * 4
 
 
@@ -372,68 +324,6 @@ def the_host_writes_what_is_being_copied_to_the_device(right: bool) -> bool:
     pinned.zero_()
     torch.cuda.synchronize()
     return into.tolist() == [1] * 4
-
-
-@program
-def a_pinned_buffer_is_filled_again_while_it_is_still_filled(right: bool) -> bool:
-    one, two, pinned = torch.ones(4), torch.full((4,), 2.0), torch.empty(4, pin_memory=True)
-    first, second = side(), side()
-    with torch.cuda.stream(first):
-        pinned.copy_(one, non_blocking=True)
-    if right:
-        second.wait_stream(first)
-    with torch.cuda.stream(second):
-        pinned.copy_(two, non_blocking=True)
-    torch.cuda.synchronize()
-    return pinned.tolist() == [2] * 4
-
-
-@program
-def a_buffer_comes_back_on_another_stream_before_it_has_arrived(right: bool) -> bool:
-    source, into, pinned = torch.ones(4), torch.zeros(4), torch.empty(4, pin_memory=True)
-    out, back = side(), side()
-    with torch.cuda.stream(out):
-        pinned.copy_(source, non_blocking=True)
-        event = out.record_event()
-    if right:
-        back.wait_event(event)
-    with torch.cuda.stream(back):
-        into.copy_(pinned, non_blocking=True)
-    torch.cuda.current_stream().wait_stream(back)
-    return into.tolist() == [1] * 4
-
-
-# Two streams in the backward pass: output gradients on the main stream, weight gradients beside them.
-
-
-@program
-def a_weight_gradient_is_cleared_while_it_is_added_up(right: bool) -> bool:
-    layer_input, output_gradient, weight_gradient = torch.ones(2, 3), torch.ones(2, 4), torch.zeros(4, 3)
-    stream = torch.cuda.Stream(priority=0)
-    ready = torch.cuda.current_stream().record_event()
-    stream.wait_event(ready)
-    with torch.cuda.stream(stream):
-        weight_gradient.addmm_(output_gradient.T, layer_input)
-        done = stream.record_event()
-    if right:
-        done.wait()
-    weight_gradient.mul_(0.5)
-    torch.cuda.current_stream().wait_event(done)
-    return bool((weight_gradient == 1).all())
-
-
-@program
-def an_output_gradient_is_changed_in_place_for_the_next_layer(right: bool) -> bool:
-    layer_input, output_gradient = torch.ones(2, 3), torch.ones(2, 4)
-    stream = side()
-    with torch.cuda.stream(stream):
-        weight_gradient = output_gradient.T @ layer_input
-    if right:
-        output_gradient = output_gradient * 0
-    else:
-        output_gradient.mul_(0)
-    torch.cuda.current_stream().wait_stream(stream)
-    return bool((weight_gradient == 2).all())
 
 
 # Our own.

@@ -52,7 +52,7 @@ def test_killed_parents_leave_no_busy_worker(way: str, tmp_path: Path) -> None:
 
 
 def test_an_objects_methods_answer_what_they_are_asked_to_do() -> None:
-    worker = Worker(Counter, {"do": "add", "number": 2}, limit_s(60), environment=VARIABLES)
+    worker = Worker(Counter, {"do": "add", "number": 2}, limit_s(60), variables=VARIABLES)
     try:
         assert (worker.ready, worker.ask({"do": "add", "number": 3})) == (2, 5)
         with pytest.raises(WorkerError, match="no attribute 'take'"):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from retime.modules import ScanGRU, ScanLSTM, ScanRNN, convert
+from retime.modules import ScanGRU, ScanLSTM, ScanRNN
 
 T, B, X, H = 7, 3, 4, 5
 TOLERANCE = 1e-12
@@ -349,7 +349,3 @@ def test_constructor_refuses():
         ScanRNN(X, H, nonlinearity="elu")
     with pytest.raises(ValueError, match=r"unknown solver 'quick'.*auto, .*blelloch"):
         ScanGRU(X, H, solver="quick")
-    with pytest.raises(TypeError, match=r"solver=3\): give a text or a Solver"):
-        convert(nn.GRU(X, H), solver=3)
-    with pytest.raises(ValueError, match=r"ScanGRU\(dropout=2.0\): give a number of 0 or more and of at most 1"):
-        ScanGRU(X, H, dropout=2.0)

@@ -10,7 +10,6 @@ from support.two_ranks import run_two_ranks
 
 ENDS = {"SIGTERM": "SIGTERMException", "SIGINT": "SystemExit 1", "SIGKILL": None}
 """Signals, and how they end a rank's fit."""
-NAMES = ("ooo_pipeline", "update_on_host", "ooo_ddp", "fused_optimizer_ddp")
 HITS = [
     ("SIGTERM", "training", 0),
     ("SIGINT", "training", 1),
@@ -19,12 +18,21 @@ HITS = [
     ("SIGKILL", "validation", 0),
 ]
 """Signals, where they come, and to which rank."""
+HITS_OF = {
+    "ooo_pipeline": HITS,
+    "update_on_host": HITS,
+    "ooo_ddp": HITS[::2],  # two that wait in DDP's reductions
+    "fused_optimizer_ddp": HITS[1::2],
+}
 ALL_HITS = [
-    pytest.param(name, *hit, marks=[pytest.mark.long] if name in NAMES[2:] or hit not in (HITS[0], HITS[-1]) else [])
-    for name in NAMES
-    for hit in HITS
+    pytest.param(name, *hit, marks=[] if hits == HITS and hit in (HITS[0], HITS[-1]) else [pytest.mark.long])
+    for name, hits in HITS_OF.items()
+    for hit in hits
 ]
 """`make test` has two for each way to wait: a pipeline's messages, and reductions."""
+LATER = [(0, 0), (0, 50), (1, 20)]
+"""Which rank's signal comes first, and how many milliseconds the other's comes later."""
+ALL_LATER = [*(("ooo_pipeline", *one) for one in LATER), ("ooo_ddp", *LATER[1]), ("fused_optimizer_ddp", *LATER[2])]
 
 
 @pytest.mark.parametrize(("name", "number", "phase", "rank"), ALL_HITS)
@@ -43,8 +51,7 @@ def test_a_signal_ends_all_ranks(name: str, number: str, phase: str, rank: int) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("rank", "later_ms"), [(0, 0), (0, 50), (1, 20)])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "update_on_host"])
-def test_a_signal_to_all_ranks_ends_all_alike(name: str, later_ms: int, rank: int) -> None:
+@pytest.mark.parametrize(("name", "rank", "later_ms"), ALL_LATER)
+def test_a_signal_to_all_ranks_ends_all_alike(name: str, rank: int, later_ms: int) -> None:
     for one in run_two_ranks("killed_fit.py", name, "training", "SIGTERM", str(rank), str(later_ms), timeout_s=60):
         assert "\ncallback SIGTERMException\nSIGTERMException" in one.stdout, one.stdout + one.stderr[-2000:]

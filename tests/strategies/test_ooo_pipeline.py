@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from torch import nn
 
 from retime import DifferenceWarning, NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*sync_dist"),  # one process
 ]
-TOLERANCES = {"half_precision": 0.05}
+NEAR = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -39,34 +39,20 @@ def test_equals_one_device(name: str, fits: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = FITS[name]("auto", tmp_path, 1)
-    near = TOLERANCES.get(name, 1e-4)
     for rank in (0, 1):
         saved = torch.load(fits / f"{name}.{rank}.pt", weights_only=False)
         assert saved["steps"] == expected["steps"]
         assert saved["metrics"].keys() == expected["metrics"].keys()
         for key, value in expected["metrics"].items():
-            assert saved["metrics"][key] == pytest.approx(value, rel=near, abs=near), key
-        assert saved["seen"] == pytest.approx(expected["seen"], rel=near, abs=near)
+            assert saved["metrics"][key] == pytest.approx(value, rel=NEAR, abs=NEAR), key
+        assert saved["seen"] == pytest.approx(expected["seen"], rel=NEAR, abs=NEAR)
         for key, value in expected["weights"].items():
-            torch.testing.assert_close(saved["weights"][key], value, rtol=near, atol=near, msg=key)
+            torch.testing.assert_close(saved["weights"][key], value, rtol=NEAR, atol=NEAR, msg=key)
         for key in ("best", "epochs", "tested"):
             if key in expected:
-                assert saved[key] == pytest.approx(expected[key], rel=near), key
+                assert saved[key] == pytest.approx(expected[key], rel=NEAR), key
         if "predicted" in expected:
-            torch.testing.assert_close(saved["predicted"], expected["predicted"], rtol=near, atol=near)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_a_checkpoint_loads_in_a_plain_trainer(fits: Path, tmp_path: Path) -> None:
-    saved = torch.load(fits / "resumed.0.pt", weights_only=False)
-    expected = torch.load(fits / "plain_fit.0.pt", weights_only=False)
-    module = Classifier()
-    fit = trainer(
-        "auto", tmp_path, devices=1, callbacks=[ModelCheckpoint(Path(saved["saved"]).parent)], enable_checkpointing=True
-    )
-    fit.fit(module, loader(), loader(), ckpt_path=saved["saved"])
-    for key, value in expected["weights"].items():
-        torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(saved["predicted"], expected["predicted"], rtol=NEAR, atol=NEAR)
 
 
 def test_on_the_meta_device_only_a_fit_gives_values(tmp_path: Path) -> None:
@@ -85,13 +71,9 @@ def test_one_process_trains_as_ever(tmp_path: Path) -> None:
     assert "no step yet" in str(fit.strategy.report())
 
 
-def test_bad_arguments() -> None:
+def test_an_unknown_schedule() -> None:
     with pytest.raises(ValueError, match=r"schedule='2f2b' is unknown: choose from ooo2,"):
         OOOPipelineStrategy(schedule="2f2b")
-    with pytest.raises(ValueError, match="microbatches=0"):
-        OOOPipelineStrategy(microbatches=0)
-    with pytest.raises(ValueError, match="activation_cap"):
-        OOOPipelineStrategy(activation_cap="much")
 
 
 class Manual(Classifier):

@@ -1,13 +1,10 @@
 """Folders of `accelerator.save_state()` of a pipeline and of a plain loop; run by itself, one rank of their tests."""
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch import Tensor, nn
@@ -21,6 +18,7 @@ from support.accelerate_pipeline_worker import (
     Net,
     data,
     loss_of,
+    main,
     optimizer_of,
     schedule_of,
 )
@@ -149,8 +147,4 @@ def refuses(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    globals()[sys.argv[1]](*sys.argv[2:])
-    sys.stdout.flush()
-    dist.barrier()
-    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
+    main(globals())

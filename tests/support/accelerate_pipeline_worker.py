@@ -1,4 +1,4 @@
-"""One rank of integrations/accelerate/test_ooo_pipeline.py; the first argument names the case."""
+"""One rank of integrations/accelerate/test_ooo_pipeline.py: `python accelerate_pipeline_worker.py CASE...`."""
 
 import os
 import shutil
@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from retime.integrations.accelerate import FusedOptimizer, OutOfOrderPipeline
 from retime.mechanisms.pipeline import PipelineError
+from support.two_ranks import run_cases
 
 WIDTH, BATCH, BATCHES, ACCUMULATED = 96, 8, 8, 2
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -334,13 +336,17 @@ def half() -> None:
     print("half")
 
 
-def main() -> None:
+def forget_state() -> None:
+    """As in a new process: Accelerate keeps its device, mixed precision and accumulation."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def main(functions: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    globals()[sys.argv[1]](*sys.argv[2:])
-    sys.stdout.flush()
-    dist.barrier()
+    run_cases(functions, sys.argv[1:], before=forget_state)
     os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

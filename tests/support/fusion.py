@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from retime.mechanisms.fusion import fuse_optimizer
 
 MakeOptimizer = Callable[[Any], Optimizer]
+Step = Callable[[nn.Module, Optimizer, Tensor, int], Any]
+"""Of a loop: all that it does with a batch, of which the last argument is the number."""
 WIDTH = 16
 
 
@@ -45,18 +47,22 @@ def train(
     model: nn.Module | None = None,
     steps: int = 6,
     loss: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x).square().mean(),
+    step: Step | None = None,
     each_step: Callable[[nn.Module, Optimizer, int], None] = lambda model, optimizer, i: None,
     set_to_none: bool = True,
     **options: Any,
 ) -> Run:
-    """The plain loop; ``mode`` None leaves the optimizer alone."""
+    """The plain loop, or one of the test's own steps; ``mode`` None leaves the optimizer alone."""
     model = network() if model is None else model
     optimizer = make_optimizer(model.parameters())
     fusion = fuse_optimizer(model, optimizer, mode, **options) if mode else None
     for i, x in enumerate(batches(steps)):
-        loss(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
+        if step is not None:
+            step(model, optimizer, x, i)
+        else:
+            loss(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
         each_step(model, optimizer, i)
     run = Run(model, optimizer, fusion)
     if fusion is not None:
@@ -76,3 +82,10 @@ def assert_same(plain: Run, ours: Run) -> None:
         for key, value in state.items():
             theirs = ours.state["state"][index][key]
             assert torch.equal(value, theirs) if isinstance(value, Tensor) else value == theirs, (index, key)
+
+
+def both(mode: str, *args: Any, make: Callable[[], nn.Module] = network, **options: Any) -> Any:
+    """Train plainly and then fused, compare every bit, and return what fusion reports."""
+    plain, ours = (train(one, *args, model=make(), **options) for one in (None, mode))
+    assert_same(plain, ours)
+    return ours.report

@@ -1,4 +1,4 @@
-"""One rank of ddp/shared_memory/test_host_sums.py: `python host_sums_worker.py CHECK[,CHECK...]`."""
+"""One rank of cpu_accumulation/shared_memory/test_host_sums.py: `python host_sums_worker.py CHECK...`."""
 
 import gc
 import os
@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,14 +25,9 @@ from retime.mechanisms.cpu_accumulation.shared_sums import SharedFile, sums_libr
 from retime.strategies import CPUAccumulateStrategy
 from support.time_limits import limit_s
 from support.trainers import quiet_trainer
+from support.two_ranks import run_cases
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def gathered(values: Tensor) -> list[Tensor]:
@@ -55,7 +49,6 @@ def added(way: sums.HostSums, size: int = 300_001) -> Tensor:
     return (values == total).all()
 
 
-@check
 def one_machine() -> None:
     for _ in range(2):
         one, two = sums.host_sums(), sums.host_sums()
@@ -68,7 +61,6 @@ def one_machine() -> None:
     assert not any("retime" in name for name in os.listdir("/dev/shm"))
 
 
-@check
 def two_machines() -> None:
     with patch.object(sums, "machine", lambda: f"host {RANK % 2}"):
         way = sums.host_sums()
@@ -80,7 +72,6 @@ def two_machines() -> None:
     way.close()
 
 
-@check
 def each_on_its_own() -> None:
     with patch.object(sums, "machine", lambda: f"host {RANK}"):
         way = sums.host_sums()
@@ -89,7 +80,6 @@ def each_on_its_own() -> None:
     way.close()
 
 
-@check
 def no_compiler_on_one() -> None:
     sums_library.cache_clear()
     with TemporaryDirectory() as folder:
@@ -106,7 +96,6 @@ def no_compiler_on_one() -> None:
     os.environ.pop("XDG_CACHE_HOME", None)
 
 
-@check
 def memory_that_one_cannot_reach() -> None:
     def find(path: str) -> SharedFile:
         raise PermissionError(13, "not yours")
@@ -118,7 +107,6 @@ def memory_that_one_cannot_reach() -> None:
     way.close()
 
 
-@check
 def little_memory() -> None:
     make = SharedFile.make
     asked: list[int] = []
@@ -141,7 +129,6 @@ def little_memory() -> None:
     way.close()
 
 
-@check
 def urgent_sums_overtake() -> None:
     reducer = HostReducer(overtakes=True)
     bulk, urgent, goes_on = torch.ones(2**22), torch.ones(4), threading.Event()
@@ -156,7 +143,6 @@ def urgent_sums_overtake() -> None:
     reducer.close()
 
 
-@check
 def sizes_that_differ() -> None:
     reducer = HostReducer()
     with pytest.raises(RuntimeError, match=r"rank 0 .* brings 5 values of torch\.float32 .* rank 1 .* brings 6 values"):
@@ -164,7 +150,6 @@ def sizes_that_differ() -> None:
     reducer.close()
 
 
-@check
 def killed_in_a_sum() -> None:
     way = sums.host_sums(timeout=timedelta(minutes=10))
     added(way)
@@ -201,7 +186,7 @@ class Dies(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit_that_dies(when: str) -> None:
+def fit_dies(when: str) -> None:
     strategy = CPUAccumulateStrategy(bucket_cap_mb=0.02, timeout=timedelta(minutes=10))
     trainer = quiet_trainer(devices=RANKS, strategy=strategy, max_epochs=1, use_distributed_sampler=False)
     began = time.monotonic()
@@ -214,20 +199,13 @@ def fit_that_dies(when: str) -> None:
     os._exit(0)
 
 
-for _when in ("forward", "backward", "raises"):
-    CHECKS[f"fit_{_when}"] = lambda when=_when: fit_that_dies(when)
-
-
-def main(names: str) -> None:
+def main(checks: list[str]) -> None:
     torch.set_num_threads(1)
-    if not names.startswith("fit_"):
+    if not checks[0].startswith("fit_"):
         dist.init_process_group("gloo")
-    for name in names.split(","):
-        CHECKS[name]()
-        print(f"rank {RANK}: {name} done", flush=True)
-    dist.barrier()
+    run_cases(globals(), checks)
     os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

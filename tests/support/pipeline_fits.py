@@ -159,13 +159,6 @@ def without_a_list(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     return outcome(module, fit)
 
 
-def clipped(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    module = Classifier()
-    fit = trainer(strategy, folder, devices=devices, gradient_clip_val=0.1, accumulate_grad_batches=2)
-    fit.fit(module, loader(), loader())
-    return outcome(module, fit)
-
-
 def frozen_behind(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     """The last rank has no gradients, and clips by value."""
     module = Classifier()
@@ -224,19 +217,6 @@ def callbacks(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     return outcome(module, fit) | {"best": float(saves.best_model_score or 0), "epochs": fit.current_epoch}
 
 
-def resumed(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    """One epoch, a checkpoint, and another epoch from it."""
-    saving = Classifier()
-    saves = ModelCheckpoint(folder / f"saved{devices}", save_last=True)
-    half = trainer(strategy, folder, devices=devices, max_epochs=1, callbacks=[saves], enable_checkpointing=True)
-    half.fit(saving, loader(), loader())
-    module = Classifier()
-    goes_on = ModelCheckpoint(folder / f"saved{devices}", save_last=True)
-    fit = trainer(again(strategy), folder, devices=devices, callbacks=[goes_on], enable_checkpointing=True)
-    fit.fit(module, loader(), loader(), ckpt_path=saves.last_model_path)
-    return outcome(module, fit) | {"saved": saves.last_model_path}
-
-
 def saved_behind(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     """One epoch, a checkpoint that is saved behind the fit, and another epoch from it."""
     half = trainer(strategy, folder, devices=devices, max_epochs=1)
@@ -269,22 +249,6 @@ class Returns(Classifier):
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.seen.append(float(loss))
-
-
-class Constrained(Classifier):
-    """Keeps its weights within bounds."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        for parameter in self.parameters():
-            parameter.data.clamp_(-0.2, 0.2)
-
-
-def constrained(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    module = Constrained()
-    fit = trainer(strategy, folder, devices=devices)
-    fit.fit(module, loader(), loader())
-    return outcome(module, fit)
 
 
 def outputs(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
@@ -324,13 +288,6 @@ def on_meta(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     return outcome(module, fit) | {"weights": torch.load(path, weights_only=False)["state_dict"]}
 
 
-def half_precision(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    module = Classifier()
-    fit = trainer(strategy, folder, devices=devices, precision="bf16-mixed")
-    fit.fit(module, loader(), loader())
-    return outcome(module, fit)
-
-
 def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     """After the fit the module is whole."""
     module = Classifier()
@@ -343,8 +300,8 @@ def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     return fitted | {"tested": tested, "predicted": torch.cat(predicted)}  # type: ignore[arg-type]
 
 
-_ALL = (plain_fit, without_a_list, clipped, callbacks, resumed, saved_behind, language_model, on_meta, half_precision)
-_ALL += (afterwards, outputs, constrained, frozen_behind, reset_between)
+_ALL = (plain_fit, without_a_list, callbacks, saved_behind, language_model, on_meta)
+_ALL += (afterwards, outputs, frozen_behind, reset_between)
 FITS = {one.__name__: one for one in _ALL}
 
 

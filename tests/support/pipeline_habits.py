@@ -1,4 +1,7 @@
-"""One rank of fits by modules with habits that a pipeline changes; prints what is warned of, or refused."""
+"""One rank of fits by modules with habits that a pipeline changes: `python pipeline_habits.py FOLDER HABIT...`.
+
+Behind each one's name it prints what is warned of, or refused.
+"""
 
 import sys
 import warnings
@@ -112,11 +115,12 @@ class _Unpacks(nn.Module):
 
 
 HABITS: dict[str, Callable[[], Classifier]] = {
-    one.__name__.lower(): one for one in (Keeps, Aggregates, Writes, Clamps, Averages, Skips, Packed)
+    one.__name__.lower(): one for one in (Keeps, Aggregates, Writes, Clamps, Averages, Packed, Skips)
 }
 
 
 def main(name: str, folder: Path) -> None:
+    print("==", name, flush=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         logger = CSVLogger(folder) if name == "writes" else False
@@ -132,4 +136,5 @@ def main(name: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]))
+    for habit in sys.argv[2:]:
+        main(habit, Path(sys.argv[1]))

@@ -1,6 +1,7 @@
 """Models and steps for pipelines: each entry gives a model, a training step and a batch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -203,6 +204,13 @@ class _CheckpointsItself(nn.Linear):
         return checkpoint(super().forward, x, use_reentrant=True) + x  # type: ignore[no-any-return]
 
 
+def classified(kind: Callable[[], nn.Module]) -> Made:
+    """Tokens, each with a class."""
+    model = kind()
+    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
+    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
+
+
 def segments() -> Made:
     """Checkpoints that hold several layers."""
     model, _, batch = sequential()
@@ -212,12 +220,6 @@ def segments() -> Made:
         return (checkpoint_sequential(model, 3, given, use_reentrant=False) - part[1]).square().mean()
 
     return model, step, batch
-
-
-def attributes() -> Made:
-    model = Attributes()
-    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
-    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
 
 
 class TwoHeads(nn.Module):
@@ -259,30 +261,6 @@ class UNet(nn.Module):
         return logits
 
 
-def between() -> Made:
-    model = Between()
-    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
-    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
-
-
-def doubled() -> Made:
-    model = Doubled()
-    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
-    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
-
-
-def in_place(kind: Callable[[], Between] = InPlace) -> Made:
-    model = kind()
-    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
-    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
-
-
-def skipping() -> Made:
-    model = Skipping()
-    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
-    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
-
-
 def sequential(layers: int = 8) -> Made:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
     batch = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
@@ -300,15 +278,9 @@ def residual() -> Made:
     return model, lambda part: nn.functional.cross_entropy(model(part["tokens"]), part["labels"]), batch
 
 
-def tied() -> Made:
-    model = Tied()
-    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
-    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
-
-
 def frozen() -> Made:
     """A frozen embedding, a frozen layer, and a layer that nobody calls."""
-    model, step, batch = tied()
+    model, step, batch = classified(Tied)
     model.embed.weight.requires_grad_(False)  # type: ignore[union-attr]
     model.layers[1].requires_grad_(False)  # type: ignore[index]
     model.spare = nn.Linear(3, 3)
@@ -340,23 +312,23 @@ MODELS: dict[str, Callable[[], Made]] = {
     "sequential": sequential,
     "summed": summed,
     "residual": residual,
-    "tied": tied,
+    "tied": partial(classified, Tied),
     "frozen": frozen,
-    "between": between,
-    "doubled": doubled,
-    "in_place": in_place,
-    "in_place_between": lambda: in_place(InPlaceBetween),
-    "in_place_alone": lambda: in_place(InPlaceAlone),
-    "checkpointed": lambda: in_place(Checkpointed),
+    "between": partial(classified, Between),
+    "doubled": partial(classified, Doubled),
+    "in_place": partial(classified, InPlace),
+    "in_place_between": partial(classified, InPlaceBetween),
+    "in_place_alone": partial(classified, InPlaceAlone),
+    "checkpointed": partial(classified, Checkpointed),
     "segments": segments,
     "two_heads": two_heads,
-    "second_head_first": lambda: two_heads(is_first=True),
-    "attributes": attributes,
-    "skipping": skipping,
-    "gpt2": lambda: transformer("gpt2"),
-    "bert": lambda: transformer("bert"),
-    "llama": lambda: transformer("llama"),
-    "gpt2_checkpointed": lambda: transformer("gpt2", checkpoints=True),
+    "second_head_first": partial(two_heads, is_first=True),
+    "attributes": partial(classified, Attributes),
+    "skipping": partial(classified, Skipping),
+    "gpt2": partial(transformer, "gpt2"),
+    "bert": partial(transformer, "bert"),
+    "llama": partial(transformer, "llama"),
+    "gpt2_checkpointed": partial(transformer, "gpt2", checkpoints=True),
 }
 
 

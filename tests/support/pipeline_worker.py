@@ -1,4 +1,7 @@
-"""One rank of the tests of mechanisms/pipeline; the first argument names the case, the others are its own."""
+"""One rank of the tests of mechanisms/pipeline: `python pipeline_worker.py CASE...`.
+
+A case is a function of this file and its arguments, with a `|` between: `gradients|tied,frozen|ooo2|1`.
+"""
 
 import copy
 import itertools
@@ -27,8 +30,9 @@ from retime.foundations.preserve_state import seed_all
 from retime.mechanisms.pipeline import DeferredInitModel, PipelineError, PipelineStep, RankLostError
 from retime.mechanisms.pipeline.checks import gathered_by_all
 from retime.mechanisms.pipeline.stage import Stage
-from support.pipeline_models import MODELS, WIDTH, Checkpointed, UNet, in_place, made, sequential
+from support.pipeline_models import MODELS, WIDTH, Checkpointed, UNet, classified, made, sequential
 from support.time_limits import limit_s
+from support.two_ranks import run_cases
 
 ALSO = {"ooo": ("ooo1", "ooo2", "ooo_v")}
 """What a schedule may be reported as, beside its own name."""
@@ -486,96 +490,72 @@ def relays(name: str) -> None:
     print("same")
 
 
+WRONG_MODELS = {
+    "skip": "skipping",
+    "written": "in_place",
+    "last unused": "two_heads",
+    "no chain": "attributes",
+    "reentrant behind": "between",
+}
+WRONG_OPTIONS: dict[str, dict[str, Any]] = {
+    "skip": {"schedule": "1f1b"},
+    "written": {"schedule": "zbv"},
+    "last unused": {"schedule": "gpipe", "layers": "layers", "split": ["layers.0", "layers.2"]},
+    "no chain": {"layers": "auto"},
+    "chunks": {"schedule": "zbv"},
+    "no weight": {"loss_weight": lambda part: (part[0] > 9).sum()},
+    "wrong weight": {"loss_weight": "tokens"},
+    "path": {"layers": "nowhere"},
+    "split": {"split": ["0", "9"]},
+    "split order": {"split": ["0", "3", "2"]},
+    "split start": {"split": ["1", "3"]},
+    "split word": {"split": "equal"},
+    "cap": {"activation_cap": 10},
+}
+
+
 def refused(name: str) -> None:
-    """Bad input: the error, printed, on all ranks that see it."""
-    model, step, batch = made("sequential")
-    options: dict[str, Any] = {"microbatches": 4}
-    steps: list[Callable[[Any], Any]] = [step]
-    batches = [batch, batch]
-    if name == "twice":
-        steps = [lambda part: model(model(part[0])).mean()]
-    elif name == "skip":
-        model, step, batch = made("skipping")
-        steps, batches, options["schedule"] = [step], [batch], "1f1b"
-    elif name == "reentrant":
-        model, step, batch = in_place(partial(Checkpointed, reentrant=True))
-        steps, batches = [step], [batch]
+    """Bad input: the error, printed, on all ranks that see it; by a group whose messages no other case gets."""
+    model, step, batch = made(WRONG_MODELS.get(name, "sequential"))
+    options = {"microbatches": 4, "group": dist.new_group()} | WRONG_OPTIONS.get(name, {})
+    if name == "reentrant":
+        model, step, batch = classified(partial(Checkpointed, reentrant=True))
     elif name == "reentrant behind":
-        model, _, batch = made("between")
-        behind, model.head = model.head, nn.Identity()
-        model.behind = behind
-
-        def last(part: Any) -> Tensor:
-            logits = checkpoint(behind, model(part[0]), use_reentrant=True)
-            return nn.functional.cross_entropy(logits, part[1])
-
-        steps, batches = [last], [batch]
+        model.behind, model.head = model.head, nn.Identity()
     elif name == "unet":
-        model, steps, batches = UNet(), [lambda part: model(part[0]).square().mean()], [batch]
+        model = UNet()
     elif name == "last unused":
-        model, step, batch = made("two_heads")
         model.layers = nn.ModuleList([model.body, model.head, model.second])  # type: ignore
-        steps, batches, options["schedule"] = [step], [batch], "gpipe"
-        options["layers"], options["split"] = "layers", ["layers.0", "layers.2"]
-    elif name == "written":
-        model, step, batch = made("in_place")
-        steps, batches, options["schedule"] = [step], [batch], "zbv"
-    elif name == "skipped":
-        steps = [lambda part: model[:-1](part[0]).mean()]
-    elif name == "whole loss":
-        steps = [lambda part: model(part[0]).std()]
-    elif name == "no weight":
-        options["loss_weight"] = lambda part: (part[0] > 9).sum()
-        steps, batches = [step] * 2, [batch, batch]
-    elif name == "wrong weight":
-        options["loss_weight"] = "tokens"
-    elif name == "no loss":
-        steps = [lambda part: None]
-    elif name == "no gradient":
-        steps = [lambda part: model(part[0]).detach().mean()]
-    elif name == "batches":
-        batches = [tuple(one + RANK for one in batch)]
-    elif name == "order":
-        batches = [tuple(one.roll(RANK, 0) for one in batch)]
-    elif name == "later batches":
-        steps, batches = [step], [batch, tuple(one + RANK for one in batch)]
     elif name == "kept":
         model[1].register_forward_hook(lambda module, _, given: setattr(module, "kept", given.square().mean()))
-        steps = [lambda part: step(part) + 1e-4 * getattr(model[1], "kept", 0.0)]
-    elif name == "path":
-        options["layers"] = "nowhere"
     elif name == "short":
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    elif name == "no chain":
-        model, step, batch = made("attributes")
-        options["layers"] = "auto"
-        body = model.body
-        steps, batches = [lambda part: body.fc3(body.fc3(model.embed(part[0]))).mean()], [batch]  # type: ignore
     elif name == "chunks":
-        model, _, _ = sequential(3)
-        options["schedule"] = "zbv"
-        steps = [lambda part: model(part[0]).mean()]
-    elif name == "split":
-        options["split"] = ["0", "9"]
-    elif name == "split order":
-        options["split"] = ["0", "3", "2"]
-    elif name == "split start":
-        options["split"] = ["1", "3"]
-    elif name == "split word":
-        options["split"] = "equal"
-    elif name == "cap":
-        options["activation_cap"] = 10
-    elif name == "frozen":
-        steps = [step, lambda part: model[0].requires_grad_(False) and step(part)]
-    elif name == "later":
-        calls = iter([True] * 40)
-        steps = [step, lambda part: step(part) if next(calls) and False else model[0](part[0]).mean()]
+        model, step, _ = sequential(3)
+    wrong: dict[str, Callable[[Any], Any]] = {
+        "twice": lambda part: model(model(part[0])).mean(),
+        "reentrant behind": lambda part: nn.functional.cross_entropy(
+            checkpoint(model.behind, model(part[0]), use_reentrant=True), part[1]
+        ),
+        "unet": lambda part: model(part[0]).square().mean(),
+        "skipped": lambda part: model[:-1](part[0]).mean(),
+        "whole loss": lambda part: model(part[0]).std(),
+        "no loss": lambda part: None,
+        "no gradient": lambda part: model(part[0]).detach().mean(),
+        "kept": lambda part: step(part) + 1e-4 * getattr(model[1], "kept", 0.0),
+        "no chain": lambda part: model.body.fc3(model.body.fc3(model.embed(part[0]))).mean(),
+    }
+    batches = [batch, batch]
+    if name in ("batches", "later batches"):
+        batches = [*([batch] if name == "later batches" else []), tuple(one + RANK for one in batch)]
+    elif name == "order":
+        batches = [tuple(one.roll(RANK, 0) for one in batch)]
     try:
         pipeline = PipelineStep(model, **options)
-        for one, given in zip(steps * 2, batches, strict=False):
+        for given in batches:
             if name == "frozen" and pipeline.is_spread:
                 model[0].requires_grad_(False)  # type: ignore[index]
-            pipeline.train(one, given)
+            pipeline.train(wrong.get(name, step), given)
     except ValueError as error:  # PipelineError is one
         print(error)
         if name == "later batches":
@@ -589,7 +569,7 @@ def refused(name: str) -> None:
 def lost(when: str) -> None:
     """The last rank is killed, raises or does nothing more; the other says whose message did not come."""
     model, step, batch = made("tied" if when == "shared" else "sequential")
-    group = dist.new_group(timeout=timedelta(seconds=limit_s(8 if when == "hangs" else 40)))
+    group = dist.new_group(timeout=timedelta(seconds=limit_s(5 if when == "hangs" else 40)))
     pipeline = PipelineStep(model, group=group, microbatches=4)
     pipeline.train(step, batch)
     calls, is_last, told = 0, RANK == RANKS - 1, dist.distributed_c10d._get_default_store()
@@ -727,10 +707,12 @@ def not_a_number() -> None:
     print("same")
 
 
-if __name__ == "__main__":
+def main(cases: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    globals()[sys.argv[1]](*sys.argv[2:])
-    if sys.argv[1] not in ("lost",):
-        dist.barrier()
-        dist.destroy_process_group()
+    run_cases(globals(), cases)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

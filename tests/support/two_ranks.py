@@ -1,10 +1,18 @@
-"""Run a worker script as gloo ranks, two or more, and collect what they print."""
+"""Run a worker script as gloo ranks, two or more, and collect what they print.
+
+Where starting ranks takes longer than most cases, a script runs many: `run_cases` there, `said_in` here.
+"""
 
 import os
+import re
 import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch.distributed as dist
 
 from retime.foundations.workers import free_port
 from support.time_limits import limit_s
@@ -56,3 +64,23 @@ def run_ranks(
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
+
+
+def run_cases(
+    functions: Mapping[str, Callable[..., Any]], cases: Sequence[str], before: Callable[[], Any] = lambda: None
+) -> None:
+    """On one rank: run these one after the other, each a function and its arguments: ``name|argument|argument``."""
+    for case in cases:
+        name, *arguments = case.split("|")
+        before()
+        print(f"== {case}", flush=True)
+        functions[name](*arguments)
+        dist.barrier()
+        print("== done", flush=True)
+
+
+def said_in(ran: subprocess.CompletedProcess[str], case: str) -> str:
+    """What a rank printed in one of its cases, which must have ended."""
+    found = re.search(rf"^== {re.escape(case)}$(.*?)^== done$", ran.stdout, re.MULTILINE | re.DOTALL)
+    assert found, f"{ran.stdout[-1000:]}\n{ran.stderr[-3000:]}"
+    return found[1].strip()

@@ -1,7 +1,7 @@
 """The mechanisms in a bare loop, each as a `Way` of the loop in `training`, with what it promises."""
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +15,7 @@ from contract.in_parts import uneven_parts
 from contract.random_models.model import RandomModel
 from contract.random_models.spec import Node, Spec, Training
 from contract.random_models.training import CLIP_VALUE, Way, train
-from retime.foundations.weight_gradients import WeightGradientDeferral
-from retime.foundations.weight_gradients import passes as layer_hooks
+from retime.foundations.weight_gradients import WeightGradientDeferral, cut, passes
 from retime.mechanisms.memory_budget import BudgetedStep, HostMemory, OffloadSavedTensors, sub_batches
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.mechanisms.memory_budget.report import PlannedShape
@@ -73,13 +72,18 @@ class Forward(Way):
 
 
 class Deferral(Way):
-    """The weight gradients of a random number of blocks wait, small ones too."""
+    """The weight gradients of some blocks wait, of others in each pass; in most models those of small layers too."""
 
     def begin(self, model: RandomModel, optimizer: Optimizer, spec: Spec) -> None:
-        self._deferral = WeightGradientDeferral(model, k=(1, 2, 3, 99)[spec.seed % 4])
+        self._deferral = WeightGradientDeferral(model)
+        self._number, self._small_bytes = spec.seed, 200 if spec.seed % 3 == 2 else 0
 
     def pass_(self, compute: Callable[[Any], Tensor], batch: Any, share: int, last: bool) -> Tensor:
-        with patch.object(layer_hooks, "SMALL_BYTES", 0):
+        self._deferral.k = (99, 1, 3, 0, 2)[self._number % 5]
+        self._number += 1
+        with ExitStack() as patches:
+            for module in (cut, passes):
+                patches.enter_context(patch.object(module, "SMALL_BYTES", self._small_bytes))
             loss = compute(batch)
             self._deferral.watch(loss)
             (loss / share).backward()

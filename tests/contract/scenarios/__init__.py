@@ -1,48 +1,11 @@
 """The runs, one file a theme; importing this package registers them all in `contract.registry.SCENARIOS`."""
 
+from importlib import import_module
+from pathlib import Path
+
 from contract.registry import SCENARIOS
-from contract.scenarios import (
-    accumulation,
-    averaging,
-    checkpoints,
-    compiled,
-    constants,
-    determinism,
-    evaluation,
-    hooks,
-    interruptions,
-    manual,
-    optimizers,
-    parameters,
-    precision,
-    readers,
-    reinforcement,
-    schedules,
-    several_ranks,
-    templates,
-    tuning,
-)
 
 __all__ = ["SCENARIOS"]
 
-THEMES = (
-    accumulation,
-    averaging,
-    checkpoints,
-    compiled,
-    constants,
-    determinism,
-    evaluation,
-    hooks,
-    interruptions,
-    manual,
-    optimizers,
-    parameters,
-    precision,
-    readers,
-    reinforcement,
-    schedules,
-    several_ranks,
-    templates,
-    tuning,
-)
+for _theme in sorted(Path(__file__).parent.glob("[a-z]*.py")):
+    import_module(f"contract.scenarios.{_theme.stem}")

@@ -7,25 +7,22 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from contract.bench import Bench
 from contract.models import Net, sgd
-from contract.registry import scenario
+from contract.registry import fits, scenario
 from contract.traits import NORM_CLIP
 
 NONE_ACROSS_RANKS = "Lightning refuses a training_step that returns None across ranks"
 
 
-@scenario()
-def accumulate_with_short_last_window(bench: Bench) -> None:
-    bench.fit(Net(), loader=bench.loader(batches=5), accumulate_grad_batches=3)  # a window of 3, then one of 2
-
-
-@scenario()
-def accumulate_longer_than_the_epoch(bench: Bench) -> None:
-    bench.fit(Net(), accumulate_grad_batches=8)
-
-
-@scenario()
-def accumulate_by_epoch(bench: Bench) -> None:
-    bench.fit(Net(), callbacks=[GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})], max_epochs=3)
+fits(
+    # a window of 3, then one of 2
+    accumulate_with_short_last_window=lambda bench: bench.fit(
+        Net(), loader=bench.loader(batches=5), accumulate_grad_batches=3
+    ),
+    accumulate_longer_than_the_epoch=lambda bench: bench.fit(Net(), accumulate_grad_batches=8),
+    accumulate_by_epoch=lambda bench: bench.fit(
+        Net(), callbacks=[GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})], max_epochs=3
+    ),
+)
 
 
 class ChangeAccumulation(Callback):
@@ -33,34 +30,23 @@ class ChangeAccumulation(Callback):
         trainer.accumulate_grad_batches = 1 if batch_idx < 2 else 2
 
 
-@scenario()
-def accumulation_changes_mid_epoch(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd), loader=bench.loader(batches=5), callbacks=[ChangeAccumulation()])
+fits(
+    accumulation_changes_mid_epoch=lambda bench: bench.fit(
+        Net(optimizer=sgd), loader=bench.loader(batches=5), callbacks=[ChangeAccumulation()]
+    ),
+    accumulation_cut_by_max_steps=lambda bench: bench.fit(Net(), accumulate_grad_batches=2, max_steps=3, max_epochs=3),
+    clip_by_value=lambda bench: bench.fit(Net(), gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+    clip_by_value_with_accumulation=lambda bench: bench.fit(
+        Net(optimizer=sgd), gradient_clip_val=0.01, gradient_clip_algorithm="value", accumulate_grad_batches=2
+    ),
+)
 
 
-@scenario()
-def accumulation_cut_by_max_steps(bench: Bench) -> None:
-    bench.fit(Net(), accumulate_grad_batches=2, max_steps=3, max_epochs=3)
-
-
-@scenario()
-def clip_by_value(bench: Bench) -> None:
-    bench.fit(Net(), gradient_clip_val=0.01, gradient_clip_algorithm="value")
-
-
-@scenario()
-def clip_by_value_with_accumulation(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd), gradient_clip_val=0.01, gradient_clip_algorithm="value", accumulate_grad_batches=2)
-
-
-@scenario(NORM_CLIP)
-def clip_by_norm(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd), gradient_clip_val=0.05)
-
-
-@scenario(NORM_CLIP)
-def clip_by_norm_with_accumulation(bench: Bench) -> None:
-    bench.fit(Net(), gradient_clip_val=0.05, accumulate_grad_batches=2)
+fits(
+    NORM_CLIP,
+    clip_by_norm=lambda bench: bench.fit(Net(optimizer=sgd), gradient_clip_val=0.05),
+    clip_by_norm_with_accumulation=lambda bench: bench.fit(Net(), gradient_clip_val=0.05, accumulate_grad_batches=2),
+)
 
 
 class Skips(Net):
@@ -81,25 +67,18 @@ class SkipsMiddle(Skips):
     skipped = (1, 2)
 
 
-@scenario(single=NONE_ACROSS_RANKS)
-def training_step_returns_none(bench: Bench) -> None:
-    bench.fit(SkipsMiddle(), loader=bench.loader(batches=5))
-
-
-@scenario(single=NONE_ACROSS_RANKS)
-def training_step_returns_none_at_the_ends(bench: Bench) -> None:
-    bench.fit(SkipsFirstAndLast(optimizer=sgd))
-
-
-@scenario(single=NONE_ACROSS_RANKS)
-def none_on_the_stepping_batch(bench: Bench) -> None:
-    """A window's last batch has no backward, but the gradients of the batches before it are stepped."""
-    bench.fit(SkipsMiddle(), loader=bench.loader(batches=5), accumulate_grad_batches=2)
-
-
-@scenario(single=NONE_ACROSS_RANKS)
-def none_inside_a_window(bench: Bench) -> None:
-    bench.fit(SkipsMiddle(), loader=bench.loader(batches=5), accumulate_grad_batches=3)
+fits(
+    single=NONE_ACROSS_RANKS,
+    training_step_returns_none=lambda bench: bench.fit(SkipsMiddle(), loader=bench.loader(batches=5)),
+    training_step_returns_none_at_the_ends=lambda bench: bench.fit(SkipsFirstAndLast(optimizer=sgd)),
+    # A window's last batch has no backward, but the gradients of the batches before it are stepped.
+    none_on_the_stepping_batch=lambda bench: bench.fit(
+        SkipsMiddle(), loader=bench.loader(batches=5), accumulate_grad_batches=2
+    ),
+    none_inside_a_window=lambda bench: bench.fit(
+        SkipsMiddle(), loader=bench.loader(batches=5), accumulate_grad_batches=3
+    ),
+)
 
 
 @scenario(single=NONE_ACROSS_RANKS)

@@ -7,27 +7,18 @@ from lightning.pytorch import Callback
 
 from contract.bench import Bench
 from contract.models import Net, sgd
-from contract.registry import scenario
+from contract.registry import fits, scenario
 
-
-@scenario()
-def validation_mid_epoch(bench: Bench) -> None:
-    bench.fit(Net(), val=bench.loader(batches=2), val_check_interval=2)
-
-
-@scenario()
-def validation_mid_window(bench: Bench) -> None:
-    bench.fit(Net(), val=bench.loader(batches=2), val_check_interval=1, accumulate_grad_batches=2)
-
-
-@scenario()
-def validation_with_sanity_check(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd), val=bench.loader(batches=2), num_sanity_val_steps=2, check_val_every_n_epoch=2)
-
-
-@scenario()
-def validation_without_inference_mode(bench: Bench) -> None:
-    bench.fit(Net(), val=bench.loader(batches=1), inference_mode=False)
+fits(
+    validation_mid_epoch=lambda bench: bench.fit(Net(), val=bench.loader(batches=2), val_check_interval=2),
+    validation_mid_window=lambda bench: bench.fit(
+        Net(), val=bench.loader(batches=2), val_check_interval=1, accumulate_grad_batches=2
+    ),
+    validation_with_sanity_check=lambda bench: bench.fit(
+        Net(optimizer=sgd), val=bench.loader(batches=2), num_sanity_val_steps=2, check_val_every_n_epoch=2
+    ),
+    validation_without_inference_mode=lambda bench: bench.fit(Net(), val=bench.loader(batches=1), inference_mode=False),
+)
 
 
 @scenario()
@@ -48,24 +39,14 @@ def evaluate_in_a_new_trainer(bench: Bench) -> None:
     bench.keep("tested plainly", bench.trainer(plain=True).test(module, bench.loader(batches=2), verbose=False))
 
 
-@scenario()
-def fast_dev_run(bench: Bench) -> None:
-    bench.fit(Net(), val=bench.loader(batches=1), fast_dev_run=2)
-
-
-@scenario()
-def anomaly_detection(bench: Bench) -> None:
-    bench.fit(Net(), detect_anomaly=True)
-
-
-@scenario()
-def limited_batches_new_loaders(bench: Bench) -> None:
-    bench.fit(Net(), limit_train_batches=2, reload_dataloaders_every_n_epochs=1)
-
-
-@scenario()
-def shuffled_data(bench: Bench) -> None:
-    bench.fit(Net(), loader=bench.loader(shuffle=True))
+fits(
+    fast_dev_run=lambda bench: bench.fit(Net(), val=bench.loader(batches=1), fast_dev_run=2),
+    anomaly_detection=lambda bench: bench.fit(Net(), detect_anomaly=True),
+    limited_batches_new_loaders=lambda bench: bench.fit(
+        Net(), limit_train_batches=2, reload_dataloaders_every_n_epochs=1
+    ),
+    shuffled_data=lambda bench: bench.fit(Net(), loader=bench.loader(shuffle=True)),
+)
 
 
 class PredictsBetweenBatches(Callback):
@@ -92,16 +73,8 @@ class PredictsWithoutGrad(Net):
         return super().training_step(batch, batch_idx)
 
 
-@scenario()
-def inference_between_batches(bench: Bench) -> None:
-    bench.fit(Net(), callbacks=[PredictsBetweenBatches()])
-
-
-@scenario()
-def inference_in_training_step(bench: Bench) -> None:
-    bench.fit(PredictsInStep())
-
-
-@scenario()
-def no_grad_forward_in_training_step(bench: Bench) -> None:
-    bench.fit(PredictsWithoutGrad())
+fits(
+    inference_between_batches=lambda bench: bench.fit(Net(), callbacks=[PredictsBetweenBatches()]),
+    inference_in_training_step=lambda bench: bench.fit(PredictsInStep()),
+    no_grad_forward_in_training_step=lambda bench: bench.fit(PredictsWithoutGrad()),
+)

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from contract.bench import Bench
 from contract.models import Net, sgd
-from contract.registry import scenario
+from contract.registry import fits
 from contract.traits import GRADIENT_HOOK
 
 
@@ -126,81 +125,37 @@ class LogsWeightNormAtEpochEnd(Net):
         self.log("weight_norm", torch.stack([p.detach().norm() for p in self.parameters()]).norm(), sync_dist=True)
 
 
-@scenario(GRADIENT_HOOK)
-def hook_before_optimizer_step(bench: Bench) -> None:
-    bench.fit(ScalesBeforeStep(optimizer=sgd))
+fits(
+    GRADIENT_HOOK,
+    hook_before_optimizer_step=lambda bench: bench.fit(ScalesBeforeStep(optimizer=sgd)),
+    hook_after_backward=lambda bench: bench.fit(ScalesAfterBackward(optimizer=sgd)),
+    hook_before_zero_grad=lambda bench: bench.fit(ReadsBeforeZeroGrad()),
+    hook_configure_gradient_clipping=lambda bench: bench.fit(ClipsItself(optimizer=sgd)),
+    hook_backward=lambda bench: bench.fit(OwnBackward(optimizer=sgd)),
+    callback_before_optimizer_step=lambda bench: bench.fit(Net(), callbacks=[GradientCallback()]),
+    callback_after_backward=lambda bench: bench.fit(
+        Net(optimizer=sgd), callbacks=[AfterBackwardCallback()], accumulate_grad_batches=2
+    ),
+)
 
 
-@scenario(GRADIENT_HOOK)
-def hook_after_backward(bench: Bench) -> None:
-    bench.fit(ScalesAfterBackward(optimizer=sgd))
+fits(
+    optimizer_step_every_other_batch=lambda bench: bench.fit(EveryOtherBatch(optimizer=sgd)),
+    optimizer_step_with_own_warm_up=lambda bench: bench.fit(WarmUp(optimizer=sgd)),
+    optimizer_step_clamps_weights=lambda bench: bench.fit(ClampsAfterStep(optimizer=sgd)),
+)
 
 
-@scenario(GRADIENT_HOOK)
-def hook_before_zero_grad(bench: Bench) -> None:
-    bench.fit(ReadsBeforeZeroGrad())
+fits(
+    GRADIENT_HOOK,
+    zero_grad_keeps_tensors=lambda bench: bench.fit(ZeroesToZero(optimizer=sgd), accumulate_grad_batches=2),
+    zero_grad_never=lambda bench: bench.fit(NeverZeroes(optimizer=sgd), max_epochs=1),
+)
 
 
-@scenario(GRADIENT_HOOK)
-def hook_configure_gradient_clipping(bench: Bench) -> None:
-    bench.fit(ClipsItself(optimizer=sgd))
-
-
-@scenario(GRADIENT_HOOK)
-def hook_backward(bench: Bench) -> None:
-    bench.fit(OwnBackward(optimizer=sgd))
-
-
-@scenario(GRADIENT_HOOK)
-def callback_before_optimizer_step(bench: Bench) -> None:
-    bench.fit(Net(), callbacks=[GradientCallback()])
-
-
-@scenario(GRADIENT_HOOK)
-def callback_after_backward(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd), callbacks=[AfterBackwardCallback()], accumulate_grad_batches=2)
-
-
-@scenario()
-def optimizer_step_every_other_batch(bench: Bench) -> None:
-    bench.fit(EveryOtherBatch(optimizer=sgd))
-
-
-@scenario()
-def optimizer_step_with_own_warm_up(bench: Bench) -> None:
-    bench.fit(WarmUp(optimizer=sgd))
-
-
-@scenario()
-def optimizer_step_clamps_weights(bench: Bench) -> None:
-    bench.fit(ClampsAfterStep(optimizer=sgd))
-
-
-@scenario(GRADIENT_HOOK)
-def zero_grad_keeps_tensors(bench: Bench) -> None:
-    bench.fit(ZeroesToZero(optimizer=sgd), accumulate_grad_batches=2)
-
-
-@scenario(GRADIENT_HOOK)
-def zero_grad_never(bench: Bench) -> None:
-    bench.fit(NeverZeroes(optimizer=sgd), max_epochs=1)
-
-
-@scenario()
-def weights_clamped_between_batches(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd), callbacks=[ClampsBetweenBatches()])
-
-
-@scenario()
-def weights_clamped_before_batch(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd), callbacks=[ClampsBeforeBatch()])
-
-
-@scenario()
-def weight_norm_logged_each_batch(bench: Bench) -> None:
-    bench.fit(LogsWeightNorm())
-
-
-@scenario()
-def weight_norm_logged_each_epoch(bench: Bench) -> None:
-    bench.fit(LogsWeightNormAtEpochEnd())
+fits(
+    weights_clamped_between_batches=lambda bench: bench.fit(Net(optimizer=sgd), callbacks=[ClampsBetweenBatches()]),
+    weights_clamped_before_batch=lambda bench: bench.fit(Net(optimizer=sgd), callbacks=[ClampsBeforeBatch()]),
+    weight_norm_logged_each_batch=lambda bench: bench.fit(LogsWeightNorm()),
+    weight_norm_logged_each_epoch=lambda bench: bench.fit(LogsWeightNormAtEpochEnd()),
+)

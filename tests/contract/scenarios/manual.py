@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 
 from contract.bench import Bench
 from contract.models import Net, adam, mlp, sgd
-from contract.registry import scenario
+from contract.registry import fits, scenario
 from contract.traits import MANUAL, UNUSED
 
 
@@ -88,14 +88,11 @@ class Adversaries(LightningModule):
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
 
 
-@scenario(MANUAL)
-def manual_every_other_batch(bench: Bench) -> None:
-    bench.fit(Manual())
-
-
-@scenario(MANUAL)
-def manual_with_closure(bench: Bench) -> None:
-    bench.fit(ManualClosure())
+fits(
+    MANUAL,
+    manual_every_other_batch=lambda bench: bench.fit(Manual()),
+    manual_with_closure=lambda bench: bench.fit(ManualClosure()),
+)
 
 
 @scenario(MANUAL, UNUSED, find_unused_parameters=True)

@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from contract.bench import Bench
 from contract.models import FEATURES, Net, Optimizer, adam, mlp
-from contract.registry import add, scenario
+from contract.registry import add, fits, scenario
 from contract.traits import CUSTOM_OPTIMIZER, LBFGS, SPARSE, STEP_HOOK
 
 SHIPPED = {
@@ -146,14 +146,11 @@ class NormalisedDescent(optim.SGD):
         return loss
 
 
-@scenario(CUSTOM_OPTIMIZER)
-def optimizer_custom(bench: Bench) -> None:
-    bench.fit(Net(optimizer=SignDescent))
-
-
-@scenario(CUSTOM_OPTIMIZER)
-def optimizer_subclass_with_own_step(bench: Bench) -> None:
-    bench.fit(Net(optimizer=partial(NormalisedDescent, lr=0.05)))
+fits(
+    CUSTOM_OPTIMIZER,
+    optimizer_custom=lambda bench: bench.fit(Net(optimizer=SignDescent)),
+    optimizer_subclass_with_own_step=lambda bench: bench.fit(Net(optimizer=partial(NormalisedDescent, lr=0.05))),
+)
 
 
 class Tracked(Net):
@@ -194,12 +191,10 @@ class Wide(Net):
         return self.net(inputs) * self.scale + inputs @ self.layout + self.empty.sum()
 
 
-@scenario()
-def parameters_of_odd_shapes(bench: Bench) -> None:
-    bench.fit(Wide())
-
-
-@scenario()
-def optimizer_state_survives_schedule(bench: Bench) -> None:
-    """A deep net: many parameters, one group, so that a wrong narrowing of groups would reorder the state."""
-    bench.fit(Net(nn.Sequential(*[nn.Sequential(mlp(), nn.LayerNorm(FEATURES)) for _ in range(3)])))
+fits(
+    parameters_of_odd_shapes=lambda bench: bench.fit(Wide()),
+    # A deep net: many parameters, one group, so that a wrong narrowing of groups would reorder the state.
+    optimizer_state_survives_schedule=lambda bench: bench.fit(
+        Net(nn.Sequential(*[nn.Sequential(mlp(), nn.LayerNorm(FEATURES)) for _ in range(3)]))
+    ),
+)

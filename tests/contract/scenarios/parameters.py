@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contract.bench import Bench
 from contract.models import FEATURES, Net, adam, mlp, sgd
-from contract.registry import scenario
+from contract.registry import fits, scenario
 from contract.traits import COMPILED, HELD_BACK, REENTRANT, UNUSED
 
 FROZEN_IN_DDP = "DDP does not synchronise a parameter that was frozen when it was built"
@@ -186,24 +186,20 @@ class Quiet(Net):
         return self.loss(batch)
 
 
-@scenario()
-def parameters_tied(bench: Bench) -> None:
-    bench.fit(Net(Tied()), accumulate_grad_batches=2)
+fits(
+    parameters_tied=lambda bench: bench.fit(Net(Tied()), accumulate_grad_batches=2),
+    module_called_three_times=lambda bench: bench.fit(Net(Shared(), optimizer=sgd)),
+)
 
 
-@scenario()
-def module_called_three_times(bench: Bench) -> None:
-    bench.fit(Net(Shared(), optimizer=sgd))
-
-
-@scenario(UNUSED, find_unused_parameters=True)
-def parameters_unused(bench: Bench) -> None:
-    bench.fit(Net(Unused()))
-
-
-@scenario(UNUSED, find_unused_parameters=True)
-def parameters_unused_with_accumulation(bench: Bench) -> None:
-    bench.fit(Net(Unused(), optimizer=sgd), accumulate_grad_batches=2)
+fits(
+    UNUSED,
+    ddp={"find_unused_parameters": True},
+    parameters_unused=lambda bench: bench.fit(Net(Unused())),
+    parameters_unused_with_accumulation=lambda bench: bench.fit(
+        Net(Unused(), optimizer=sgd), accumulate_grad_batches=2
+    ),
+)
 
 
 @scenario(single=FROZEN_IN_DDP)
@@ -218,14 +214,10 @@ def parameters_frozen(bench: Bench) -> None:
     bench.fit(module)
 
 
-@scenario()
-def parameters_get_new_storage(bench: Bench) -> None:
-    bench.fit(Replaced())
-
-
-@scenario()
-def activation_checkpointing(bench: Bench) -> None:
-    bench.fit(Net(Checkpointed(reentrant=False)))
+fits(
+    parameters_get_new_storage=lambda bench: bench.fit(Replaced()),
+    activation_checkpointing=lambda bench: bench.fit(Net(Checkpointed(reentrant=False))),
+)
 
 
 @scenario(REENTRANT, single="reentrant checkpointing marks a DDP parameter ready twice")
@@ -233,39 +225,15 @@ def activation_checkpointing_reentrant(bench: Bench) -> None:
     bench.fit(Net(Checkpointed(reentrant=True)))
 
 
-@scenario()
-def recurrent_network(bench: Bench) -> None:
-    bench.fit(Net(Recurrent()))
-
-
-@scenario()
-def channels_last(bench: Bench) -> None:
-    bench.fit(Net(Convolved()), accumulate_grad_batches=2)
-
-
-@scenario()
-def attention(bench: Bench) -> None:
-    bench.fit(Net(Attention()), val=bench.loader(batches=1))
-
-
-@scenario()
-def batch_norm_dropout_weight_norm(bench: Bench) -> None:
-    bench.fit(Net(Normalised()), val=bench.loader(batches=1))
-
-
-@scenario()
-def weights_in_the_loss(bench: Bench) -> None:
-    bench.fit(Penalised())
-
-
-@scenario()
-def weights_read_without_autograd(bench: Bench) -> None:
-    bench.fit(ReadsDataFirst())
-
-
-@scenario()
-def gradient_penalty(bench: Bench) -> None:
-    bench.fit(GradientPenalty())
+fits(
+    recurrent_network=lambda bench: bench.fit(Net(Recurrent())),
+    channels_last=lambda bench: bench.fit(Net(Convolved()), accumulate_grad_batches=2),
+    attention=lambda bench: bench.fit(Net(Attention()), val=bench.loader(batches=1)),
+    batch_norm_dropout_weight_norm=lambda bench: bench.fit(Net(Normalised()), val=bench.loader(batches=1)),
+    weights_in_the_loss=lambda bench: bench.fit(Penalised()),
+    weights_read_without_autograd=lambda bench: bench.fit(ReadsDataFirst()),
+    gradient_penalty=lambda bench: bench.fit(GradientPenalty()),
+)
 
 
 @scenario(HELD_BACK)

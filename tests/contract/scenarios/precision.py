@@ -7,35 +7,20 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from contract.bench import Bench
 from contract.models import Net, sgd
-from contract.registry import scenario
+from contract.registry import fits, scenario
 from contract.traits import NORM_CLIP, SCALER
 
-
-@scenario()
-def precision_bf16_mixed(bench: Bench) -> None:
-    bench.fit(Net(), precision="bf16-mixed", val=bench.loader(batches=1))
-
-
-@scenario()
-def precision_16_mixed(bench: Bench) -> None:
-    """On a CPU Lightning turns this into bf16-mixed; on a GPU it scales."""
-    bench.fit(Net(), precision="16-mixed")
-
-
-@scenario()
-def precision_64_true(bench: Bench) -> None:
-    bench.fit(Net(), precision="64-true", accumulate_grad_batches=2)
-
-
-@scenario()
-def precision_bf16_true(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd), precision="bf16-true")
-
-
-@scenario()
-def precision_bf16_mixed_adafactor(bench: Bench) -> None:
-    """Adafactor multiplies matrices in its update: under autocast, where a forward runs, they would be rounded."""
-    bench.fit(Net(optimizer=partial(torch.optim.Adafactor, lr=0.02)), precision="bf16-mixed")
+fits(
+    precision_bf16_mixed=lambda bench: bench.fit(Net(), precision="bf16-mixed", val=bench.loader(batches=1)),
+    # On a CPU Lightning turns this into bf16-mixed; on a GPU it scales.
+    precision_16_mixed=lambda bench: bench.fit(Net(), precision="16-mixed"),
+    precision_64_true=lambda bench: bench.fit(Net(), precision="64-true", accumulate_grad_batches=2),
+    precision_bf16_true=lambda bench: bench.fit(Net(optimizer=sgd), precision="bf16-true"),
+    # Adafactor multiplies matrices in its update: under autocast, where a forward runs, they would be rounded.
+    precision_bf16_mixed_adafactor=lambda bench: bench.fit(
+        Net(optimizer=partial(torch.optim.Adafactor, lr=0.02)), precision="bf16-mixed"
+    ),
+)
 
 
 def _scaled(scale: float = 2.0**20) -> MixedPrecision:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from contract.bench import Bench
 from contract.models import Net, adam, mlp, sgd
-from contract.registry import scenario
+from contract.registry import fits, scenario
 from contract.traits import ACCUMULATION_HOOK, ALIASES, BACKWARD_HOOK, HELD_BACK, STATE_DICT
 
 
@@ -181,29 +181,18 @@ def weights_shared_with_numpy(bench: Bench) -> None:
     bench.fit(NumpyReader(optimizer=sgd))
 
 
-@scenario()
-def optimizer_state_logged(bench: Bench) -> None:
-    bench.fit(Net(), callbacks=[LogsOptimizerState()])
+fits(
+    optimizer_state_logged=lambda bench: bench.fit(Net(), callbacks=[LogsOptimizerState()]),
+    network_copied_and_pickled=lambda bench: bench.fit(Net(), callbacks=[Copies()]),
+    tensor_hooks=lambda bench: bench.fit(HalvesInPlace(optimizer=sgd), accumulate_grad_batches=2),
+)
 
 
-@scenario()
-def network_copied_and_pickled(bench: Bench) -> None:
-    bench.fit(Net(), callbacks=[Copies()])
-
-
-@scenario()
-def tensor_hooks(bench: Bench) -> None:
-    bench.fit(HalvesInPlace(optimizer=sgd), accumulate_grad_batches=2)
-
-
-@scenario(ACCUMULATION_HOOK)
-def accumulation_hooks_before_the_fit(bench: Bench) -> None:
-    bench.fit(HalvesAccumulatedEarly())
-
-
-@scenario(ACCUMULATION_HOOK)
-def accumulation_hooks_at_train_start(bench: Bench) -> None:
-    bench.fit(HalvesAccumulatedLate(optimizer=sgd))
+fits(
+    ACCUMULATION_HOOK,
+    accumulation_hooks_before_the_fit=lambda bench: bench.fit(HalvesAccumulatedEarly()),
+    accumulation_hooks_at_train_start=lambda bench: bench.fit(HalvesAccumulatedLate(optimizer=sgd)),
+)
 
 
 @scenario(HELD_BACK)
@@ -216,14 +205,10 @@ def weights_read_in_backward_hooks(bench: Bench) -> None:
     bench.fit(WatchesBackward(optimizer=sgd))
 
 
-@scenario()
-def weights_read_in_forward_hooks(bench: Bench) -> None:
-    bench.fit(WatchesForward(optimizer=sgd))
-
-
-@scenario()
-def optimizer_state_cleared(bench: Bench) -> None:
-    bench.fit(ClearsMoments(), max_epochs=3)
+fits(
+    weights_read_in_forward_hooks=lambda bench: bench.fit(WatchesForward(optimizer=sgd)),
+    optimizer_state_cleared=lambda bench: bench.fit(ClearsMoments(), max_epochs=3),
+)
 
 
 @scenario(STATE_DICT)
@@ -241,11 +226,7 @@ def network_grows(bench: Bench) -> None:
     bench.fit(GrowsInTheMiddle(optimizer=adam), max_epochs=3)
 
 
-@scenario()
-def gradients_thrown_away(bench: Bench) -> None:
-    bench.fit(ClearsGradientsItself(optimizer=sgd), accumulate_grad_batches=2)
-
-
-@scenario()
-def weights_put_back(bench: Bench) -> None:
-    bench.fit(Net(), callbacks=[LoadsWeights()])
+fits(
+    gradients_thrown_away=lambda bench: bench.fit(ClearsGradientsItself(optimizer=sgd), accumulate_grad_batches=2),
+    weights_put_back=lambda bench: bench.fit(Net(), callbacks=[LoadsWeights()]),
+)

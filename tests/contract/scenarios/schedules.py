@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 from contract.bench import Bench
 from contract.models import Net, Optimizer, sgd
-from contract.registry import add, scenario
+from contract.registry import add, fits, scenario
 
 
 def _by(interval: str, make: Any, **config: Any) -> Any:
@@ -49,14 +49,10 @@ for _name, _schedule in SCHEDULES.items():
     add(f"schedule_{_name}", partial(_fit_with, _schedule))
 
 
-@scenario()
-def schedule_one_cycle_momentum(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd, schedule=_by("step", _one_cycle)))
-
-
-@scenario()
-def schedule_one_cycle_betas(bench: Bench) -> None:
-    bench.fit(Net(schedule=_by("step", _one_cycle)))
+fits(
+    schedule_one_cycle_momentum=lambda bench: bench.fit(Net(optimizer=sgd, schedule=_by("step", _one_cycle))),
+    schedule_one_cycle_betas=lambda bench: bench.fit(Net(schedule=_by("step", _one_cycle))),
+)
 
 
 @scenario()
@@ -73,14 +69,12 @@ def schedule_plateau(bench: Bench) -> None:
     bench.fit(module, val=bench.loader(batches=2), max_epochs=3)
 
 
-@scenario()
-def schedule_with_accumulation(bench: Bench) -> None:
-    bench.fit(Net(schedule=_by("step", _halve)), accumulate_grad_batches=2)
-
-
-@scenario()
-def schedule_monitored(bench: Bench) -> None:
-    bench.fit(Net(schedule=_by("step", _one_cycle)), callbacks=[LearningRateMonitor("step", log_momentum=True)])
+fits(
+    schedule_with_accumulation=lambda bench: bench.fit(Net(schedule=_by("step", _halve)), accumulate_grad_batches=2),
+    schedule_monitored=lambda bench: bench.fit(
+        Net(schedule=_by("step", _one_cycle)), callbacks=[LearningRateMonitor("step", log_momentum=True)]
+    ),
+)
 
 
 class OwnSchedulerStep(Net):

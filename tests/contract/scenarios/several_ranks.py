@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from contract.bench import Bench
 from contract.models import FEATURES, Net, mlp, sgd
-from contract.registry import scenario
+from contract.registry import fits, scenario
 from contract.scenarios.parameters import Normalised
 from contract.traits import UNUSED
 
@@ -37,14 +37,12 @@ class LogsAcrossRanks(Net):
         self.trace.append({"all norms": self.all_gather(norm), "all losses": self.all_gather(outputs["loss"])})
 
 
-@scenario(several=True, bucket_cap_mb=0.001)
-def ddp_many_buckets(bench: Bench) -> None:
-    bench.fit(Net(_deep()))
-
-
-@scenario(several=True, bucket_cap_mb=0.001)
-def ddp_many_buckets_with_accumulation(bench: Bench) -> None:
-    bench.fit(Net(_deep(), optimizer=sgd), accumulate_grad_batches=2)
+fits(
+    several=True,
+    ddp={"bucket_cap_mb": 0.001},
+    ddp_many_buckets=lambda bench: bench.fit(Net(_deep())),
+    ddp_many_buckets_with_accumulation=lambda bench: bench.fit(Net(_deep(), optimizer=sgd), accumulate_grad_batches=2),
+)
 
 
 @scenario(several=True, gradient_as_bucket_view=True)

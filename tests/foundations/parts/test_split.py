@@ -37,9 +37,7 @@ def rows(count: int = 7) -> Tensor:
 
 def test_parts_are_views_in_order_and_the_last_is_smaller() -> None:
     whole = rows()
-
     parts = split_batch(whole, 3)
-
     assert [len(part) for part in parts] == [3, 3, 1]
     assert torch.equal(torch.cat(parts), whole)
     assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts)
@@ -54,7 +52,6 @@ def test_balanced_parts_are_few_and_nearly_equal(sub_batch: int, hook: bool) -> 
     whole = rows(13).T if hook else rows(13)
     parts = balanced_parts(whole, sub_batch, columns) if hook else balanced_parts(whole, sub_batch)
     sizes = [part.shape[int(hook)] for part in parts]
-
     assert torch.equal(torch.cat(parts, int(hook)), whole)
     assert len(parts) == -(-13 // sub_batch)
     assert max(sizes) <= sub_batch
@@ -68,7 +65,6 @@ def test_a_sub_batch_of_three_leaves_no_part_of_one() -> None:
 @pytest.mark.parametrize("sub_batch", [7, 8, 100])
 def test_a_batch_that_fits_is_its_own_only_part(sub_batch: int) -> None:
     whole = {"x": rows()}
-
     assert split_batch(whole, sub_batch)[0] is whole
 
 
@@ -88,9 +84,7 @@ def test_a_batch_that_fits_is_its_own_only_part(sub_batch: int) -> None:
 )
 def test_containers_keep_their_type(make: Any) -> None:
     whole = make(rows())
-
     parts = split_batch(whole, 4)
-
     assert [type(part) for part in parts] == [type(whole)] * 2
     assert [batch_size_of(part) for part in parts] == [4, 3]
     for place, tensor in tensors_of(whole).items():
@@ -101,9 +95,7 @@ def test_containers_keep_their_type(make: Any) -> None:
 def test_batch_encoding_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     whole = transformers.BatchEncoding({"input_ids": torch.ones(5, 4, dtype=torch.long), "labels": torch.arange(5)})
-
     parts = split_batch(whole, 2)
-
     assert all(isinstance(part, transformers.BatchEncoding) for part in parts)
     assert [part["labels"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
     assert len(whole["labels"]) == 5
@@ -112,9 +104,7 @@ def test_batch_encoding_of_transformers() -> None:
 def test_scalars_and_what_is_no_tensor_go_to_every_part() -> None:
     marker = object()
     whole = {"x": rows(), "scale": torch.tensor(2.0), "epoch": 3, "name": "a", "none": None, "opaque": marker}
-
     parts = split_batch(whole, 4)
-
     for part in parts:
         assert part["scale"] is whole["scale"]
         assert (part["epoch"], part["name"], part["none"]) == (3, "a", None)
@@ -123,24 +113,19 @@ def test_scalars_and_what_is_no_tensor_go_to_every_part() -> None:
 
 def test_what_is_broadcast_goes_to_every_part() -> None:
     whole = {"x": rows(), "mask": torch.ones(1, 3)}
-
     assert [part["mask"].shape for part in split_batch(whole, 4)] == [(1, 3), (1, 3)]
 
 
 def test_text_of_one_entry_a_sample_is_cut_as_well() -> None:
     whole = {"x": rows(3), "caption": ["a", "b", "c"], "classes": ["cat", "dog"], "mean": [0.5, 0.5]}
-
     parts = split_batch(whole, 2)
-
     assert [part["caption"] for part in parts] == [["a", "b"], ["c"]]
     assert all(part["classes"] == ["cat", "dog"] and part["mean"] == [0.5, 0.5] for part in parts)
 
 
 def test_chosen_samples() -> None:
     whole = {"x": rows(), "name": list("abcdefg")}
-
     part = part_of(whole, torch.tensor([5, 0]), 7)
-
     assert torch.equal(part["x"], whole["x"][[5, 0]])
     assert part["name"] == ["f", "a"]
 
@@ -180,14 +165,12 @@ def test_what_cannot_be_cut_is_refused_by_place(batch: Any, words: str) -> None:
 
 def test_a_packed_sequence_is_refused() -> None:
     packed = pack_padded_sequence(torch.ones(4, 3, 2), torch.tensor([3, 2, 2, 1]), batch_first=True)
-
     with pytest.raises(ValueError, match=r"batch\[0\] is a PackedSequence"):
         batch_size_of([packed, torch.ones(4)])
 
 
 def test_a_nested_tensor_is_refused() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-
     with pytest.raises(ValueError, match="nested tensor"):
         batch_size_of(nested)
 
@@ -212,9 +195,7 @@ def test_tensors_are_replaced_wherever_they_are() -> None:
     packed = pack_sequence([rows(3), rows(2)])
     inner, plain = Graph(), object()
     batch = {"x": rows(), "list": [Sample(rows())], "packed": packed, "inner": inner, "plain": plain, "flat": [1, "a"]}
-
     twice = replaced_tensors(batch, lambda tensor: tensor * 2)
-
     assert torch.equal(twice["x"], rows() * 2)
     assert torch.equal(twice["list"][0].x, rows() * 2)
     assert torch.equal(twice["packed"].data, packed.data * 2)

@@ -104,33 +104,6 @@ def test_scaler_is_refused_in_backward_mode() -> None:
         FusedOptimizer(accelerator, model, optimizer, "backward")
 
 
-@pytest.mark.parametrize("mode", ["backward", "forward"])
-def test_saved_state_resumes_in_a_plain_loop(mode: str, tmp_path: Any) -> None:
-    def half(mode: str | None, folder: str | None, save: bool) -> list[torch.Tensor]:
-        accelerator, model, optimizer, loader, scheduler = prepared()
-        fused = FusedOptimizer(accelerator, model, optimizer, mode) if mode else None
-        if folder:
-            accelerator.load_state(folder)
-        for i, (x,) in enumerate(loader):
-            if (i < 5) == save:
-                accelerator.backward(model(x).square().mean())
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-        if save:
-            accelerator.save_state(str(tmp_path / str(mode)))
-        weights = [v.clone() for v in model.state_dict().values()]
-        if fused:
-            fused.remove()
-        return weights
-
-    half(None, None, save=True)
-    half(mode, None, save=True)
-    plain = half(None, str(tmp_path / "None"), save=False)
-    assert all(map(torch.equal, plain, half(None, str(tmp_path / mode), save=False)))
-    assert all(map(torch.equal, plain, half(mode, str(tmp_path / mode), save=False)))
-
-
 def test_mechanisms_that_own_the_same_are_refused() -> None:
     accelerator, model, optimizer, _, _ = prepared()
     fused = FusedOptimizer(accelerator, model, optimizer, "forward")

@@ -1,5 +1,8 @@
 """A pipeline in an Accelerate loop, against one device."""
 
+import subprocess
+from functools import cache
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -8,37 +11,25 @@ from torch import nn
 
 from retime.foundations.messages import NoEffectWarning
 from retime.integrations.accelerate import OutOfOrderPipeline
-from support.two_ranks import run_ranks
+from support.two_ranks import run_ranks, said_in
 
 WORKER = "accelerate_pipeline_worker.py"
 
 
-def outputs(ranks: int, *arguments: str) -> list[str]:
-    """What the ranks of a case print; none may fail."""
-    done = run_ranks(ranks, WORKER, *arguments, timeout_s=200)
-    for one in done:
-        assert one.returncode == 0, one.stderr[-3000:]
-    return [one.stdout.strip() for one in done]
+CASES = {2: ("same|1", "beside", "refused", "half"), 4: ("same|2",)}
+"""By the number of ranks: a loop of one pipeline, two models of one accelerator, what would train something else, bf16;
+and two pipelines, which train on all of their batches."""
 
 
-def test_a_loop_on_two_ranks_trains_as_on_one_device() -> None:
-    assert outputs(2, "same", "1") == ["same"] * 2
+@cache
+def started(ranks: int) -> list[subprocess.CompletedProcess[str]]:
+    return run_ranks(ranks, WORKER, *CASES[ranks], timeout_s=200)
 
 
-def test_two_pipelines_train_on_all_of_their_batches() -> None:
-    assert outputs(4, "same", "2") == ["same"] * 4
-
-
-def test_two_models_of_one_accelerator() -> None:
-    outputs(2, "beside")
-
-
-def test_what_would_train_something_else_is_refused() -> None:
-    assert outputs(2, "refused") == ["refused"] * 2
-
-
-def test_half_precision() -> None:
-    assert outputs(2, "half") == ["half"] * 2
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in CASES.items() for case in cases])
+def test_a_loop_over_ranks_is_that_of_one_device_or_refused(ranks: int, case: str) -> None:
+    said = "same" if case == "beside" else case.partition("|")[0]
+    assert [said_in(one, case) for one in started(ranks)] == [said] * ranks
 
 
 def test_one_process_trains_as_ever() -> None:

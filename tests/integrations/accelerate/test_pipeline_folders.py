@@ -1,6 +1,8 @@
 """Folders of `accelerator.save_state()` of a pipeline are those of a script on one device, and the other way round."""
 
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,25 +14,26 @@ from retime.foundations.messages import NoEffectWarning
 from retime.integrations.accelerate import OutOfOrderPipeline
 from support.accelerate_pipeline_folders import HALF, Loop, losses_of_one_device
 from support.accelerate_pipeline_worker import BATCHES
-from support.two_ranks import run_ranks
+from support.two_ranks import run_ranks, said_in
+
+WORKER = "accelerate_pipeline_folders.py"
 
 
-def outputs(ranks: int, *arguments: str) -> list[str]:
-    """What the ranks of a case print; none may fail."""
-    done = run_ranks(ranks, "accelerate_pipeline_folders.py", *arguments, timeout_s=200)
-    for one in done:
-        assert one.returncode == 0, one.stderr[-3000:]
-    return [one.stdout.strip() for one in done]
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[subprocess.CompletedProcess[str]]]:
+    """What two ranks wrote, and what they printed."""
+    folder = tmp_path_factory.mktemp("folders")
+    return folder, run_ranks(2, WORKER, *(f"{case}|{folder / case}" for case in ("saves", "resumes", "refuses")))
 
 
 def close(losses: list[float], expected: list[float]) -> None:
     torch.testing.assert_close(losses, expected, rtol=2e-4, atol=2e-5)
 
 
-def test_a_folder_of_two_ranks_is_one_of_a_plain_script(tmp_path: Path) -> None:
+def test_a_folder_of_two_ranks_is_one_of_a_plain_script(folders: Any, tmp_path: Path) -> None:
     expected = losses_of_one_device()
-    folder = tmp_path / "folder"
-    assert outputs(2, "saves", str(folder)) == ["saved"] * 2
+    folder = folders[0] / "saves"
+    assert [said_in(one, f"saves|{folder}") for one in folders[1]] == ["saved"] * 2
     plain = Loop(5, piped=False)
     plain.accelerator.save_state(str(tmp_path / "plain"))
     names = {path.name for path in folder.iterdir()} - {"model", "random_states_1.pkl"}
@@ -50,15 +53,13 @@ def test_a_folder_of_a_plain_script_is_loaded_by_a_pipeline(ranks: int, tmp_path
     plain.run(0, HALF)
     plain.accelerator.save_state(str(tmp_path / "folder"))
     torch.save(plain.run(HALF, BATCHES), tmp_path / "folder.losses")
-    assert outputs(ranks, "loads", str(tmp_path / "folder"), str(ranks)) == ["went on"] * ranks
+    case = f"loads|{tmp_path / 'folder'}|{ranks}"
+    assert [said_in(one, case) for one in run_ranks(ranks, WORKER, case)] == ["went on"] * ranks
 
 
-def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
-    assert outputs(2, "resumes", str(tmp_path / "folder")) == ["resumed"] * 2
-
-
-def test_folders_with_a_part_are_refused(tmp_path: Path) -> None:
-    assert outputs(2, "refuses", str(tmp_path / "folder")) == ["refused"] * 2
+@pytest.mark.parametrize(("case", "said"), [("resumes", "resumed"), ("refuses", "refused")])
+def test_training_goes_on_bit_by_bit_and_folders_with_a_part_are_refused(case: str, said: str, folders: Any) -> None:
+    assert [said_in(one, f"{case}|{folders[0] / case}") for one in folders[1]] == [said] * 2
 
 
 def test_a_model_is_in_a_folder_once(tmp_path: Path) -> None:

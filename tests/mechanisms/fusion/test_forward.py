@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from retime import NoEffectWarning, fuse_optimizer
 from retime.foundations.lazy_updates.pending import is_pending
 from retime.mechanisms.fusion.forward import ForwardFusion
-from support.fusion import adamw, assert_same, batches, network, train
+from support.fusion import adamw, batches, both, network
 
 
 def stepped(mode: str | None, model: nn.Module | None = None) -> tuple[nn.Module, Optimizer, ForwardFusion | None]:
@@ -123,8 +123,7 @@ def test_evaluation_can_trigger_the_update_and_training_goes_on(context: Any) ->
         with context():
             model(torch.ones(2, 16))
 
-    ours = train("forward", each_step=validate)
-    assert_same(train(None, each_step=validate), ours)
+    both("forward", each_step=validate)
 
 
 def test_autocast_around_the_reader_does_not_touch_the_update() -> None:
@@ -133,7 +132,7 @@ def test_autocast_around_the_reader_does_not_touch_the_update() -> None:
             return model(x).square().mean()  # type: ignore[no-any-return]
 
     matrix = lambda p: torch.optim.Adafactor(p, lr=0.01)  # noqa: E731  (its update multiplies matrices)
-    assert_same(train(None, matrix, loss=loss), train("forward", matrix, loss=loss))
+    both("forward", matrix, loss=loss)
 
 
 def test_default_device_around_the_reader_does_not_touch_the_update() -> None:
@@ -142,50 +141,38 @@ def test_default_device_around_the_reader_does_not_touch_the_update() -> None:
             torch.empty(2)
             return model(x).square().mean()  # type: ignore[no-any-return]
 
-    assert_same(train(None, loss=loss), train("forward", loss=loss))
+    both("forward", loss=loss)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler_is_exact(fused: bool) -> None:
-    def loop(mode: str | None) -> Any:
-        model = network()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
-        for i, x in enumerate(batches(6)):
-            loss = model(x).square().mean() * (torch.inf if i == 3 else 1.0)  # one step is skipped
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        if fusion:
-            assert fusion.report().fused_updates >= 40
-            fusion.remove()
-        return model.state_dict(), optimizer.state_dict()["state"], scaler.state_dict()
+    scalers: list[torch.amp.GradScaler] = []
 
-    plain, ours = loop(None), loop("forward")
-    assert all(torch.equal(plain[0][k], ours[0][k]) for k in plain[0])
-    assert all(torch.equal(plain[1][i][k], ours[1][i][k]) for i in plain[1] for k in plain[1][i])
-    assert plain[2] == ours[2]
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, i: int) -> None:
+        if i == 0:
+            scalers.append(torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
+        loss = model(x).square().mean() * (torch.inf if i == 3 else 1.0)  # one step is skipped
+        scalers[-1].scale(loss).backward()
+        scalers[-1].step(optimizer)
+        scalers[-1].update()
+        optimizer.zero_grad()
+
+    assert both("forward", lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused), step=step).fused_updates >= 40
+    assert scalers[0].state_dict() == scalers[1].state_dict()
 
 
 def test_global_norm_clipping_is_exact() -> None:
-    def loop(mode: str | None) -> Any:
-        model = network()
-        optimizer = adamw(model.parameters())
-        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
-        norms = []
-        for x in batches(5):
-            model(x).square().mean().backward()
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
-            optimizer.step()
-            norms.append(sum(p.grad.norm() for p in model.parameters()))  # type: ignore[misc]  # readable after step()
-            optimizer.zero_grad()
-        if fusion:
-            fusion.remove()
-        return [*norms, *model.state_dict().values()]
+    norms: list[Tensor] = []
 
-    assert all(torch.equal(a, b) for a, b in zip(loop(None), loop("forward"), strict=True))
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, i: int) -> None:
+        model(x).square().mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+        optimizer.step()
+        norms.append(sum(p.grad.norm() for p in model.parameters()))  # type: ignore  # readable after step()
+        optimizer.zero_grad()
+
+    both("forward", step=step, steps=5)
+    assert torch.equal(*torch.stack(norms).reshape(2, -1))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +183,7 @@ def test_global_norm_clipping_is_exact() -> None:
         lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
         lambda: nn.Conv1d(4, 4, 3, padding=1),
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
-        lambda: nn.Sequential(nn.LayerNorm(16), nn.Bilinear(16, 16, 16) if False else nn.Linear(16, 16)),
+        lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)),
     ],
     ids=["lstm", "gru", "transformer", "conv", "weight-norm", "layer-norm"],
 )
@@ -210,21 +197,16 @@ def test_layers_that_read_their_weights_in_their_own_way(make: Callable[[], nn.M
         out = model(x.expand(2, 4, 16))
         return (out[0] if isinstance(out, tuple) else out).square().mean()  # type: ignore[no-any-return]
 
-    outputs: dict[str, list[Tensor]] = {}
+    outputs: list[Tensor] = []
 
-    def evaluating(key: str) -> Callable[[nn.Module, Optimizer, int], None]:
-        def evaluate(model: nn.Module, optimizer: Optimizer, i: int) -> None:
-            model.eval()
-            with torch.no_grad():
-                outputs.setdefault(key, []).append(loss(model, batches(1)[0]))
-            model.train()
+    def evaluate(model: nn.Module, optimizer: Optimizer, i: int) -> None:
+        model.eval()
+        with torch.no_grad():
+            outputs.append(loss(model, batches(1)[0]))
+        model.train()
 
-        return evaluate
-
-    ours = train(mode, model=build(), loss=loss, each_step=evaluating("ours"))
-    assert_same(train(None, model=build(), loss=loss, each_step=evaluating("plain")), ours)
-    assert all(torch.equal(a, b) for a, b in zip(outputs["plain"], outputs["ours"], strict=True))
-    assert ours.report.fused_updates > 0
+    assert both(mode, make=build, loss=loss, each_step=evaluate).fused_updates > 0
+    assert torch.equal(*torch.stack(outputs).reshape(2, -1))
 
 
 def test_two_optimizers_of_one_parameter_keep_their_order() -> None:
@@ -294,9 +276,7 @@ class Foreign(nn.Module):
 
 
 def test_modules_of_others_are_brought_up_to_date_by_a_hook() -> None:
-    ours = train("forward", model=Foreign())
-    assert_same(train(None, model=Foreign()), ours)
-    assert ours.report.fused_updates == 6
+    assert both("forward", make=Foreign).fused_updates == 6
 
 
 def test_plain_tensors_as_parameters() -> None:
@@ -320,25 +300,14 @@ def test_plain_tensors_as_parameters() -> None:
 
 
 def test_old_style_zeroing_through_data() -> None:
-    def zero(model: nn.Module, optimizer: Optimizer, i: int) -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, i: int) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.data.zero_()
 
-    def loop(mode: str | None) -> Any:
-        model = network()
-        optimizer = adamw(model.parameters())
-        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
-        for i, x in enumerate(batches(4)):
-            model(x).square().mean().backward()
-            optimizer.step()
-            zero(model, optimizer, i)
-        if fusion:
-            fusion.remove()
-        return model.state_dict()
-
-    plain, ours = loop(None), loop("forward")
-    assert all(torch.equal(plain[k], ours[k]) for k in plain)
+    both("forward", step=step, steps=4)
 
 
 def test_parameters_of_another_model_do_not_wait() -> None:

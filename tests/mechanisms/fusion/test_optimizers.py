@@ -8,7 +8,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from retime import declare_per_parameter, fuse_optimizer
-from support.fusion import assert_same, network, train
+from support.fusion import both, network, train
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
@@ -35,9 +35,8 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("mode", ["backward", "forward"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_per_parameter_optimizer_keeps_its_bits(name: str, mode: str) -> None:
-    ours = train(mode, OPTIMIZERS[name])
-    assert_same(train(None, OPTIMIZERS[name]), ours)
-    assert ours.report.fused_updates == {"backward": 40, "forward": 48}[mode]  # backward's first step counts uses
+    report = both(mode, OPTIMIZERS[name])
+    assert report.fused_updates == {"backward": 40, "forward": 48}[mode]  # backward's first step counts uses
 
 
 @pytest.mark.parametrize("mode", ["backward", "forward"])
@@ -76,9 +75,7 @@ def test_groups_keep_their_own_hyper_parameters_and_may_join_later(mode: str) ->
         if i == 3:
             optimizer.param_groups[0]["lr"] = 0.02
 
-    ours = train(mode, two_groups, each_step=join)
-    assert_same(train(None, two_groups, each_step=join), ours)
-    assert ours.report.fused_updates > 0
+    assert both(mode, two_groups, each_step=join).fused_updates > 0
 
 
 @pytest.mark.parametrize("mode", ["backward", "forward"])
@@ -87,12 +84,12 @@ def test_parameters_frozen_and_unfrozen_on_the_way(mode: str) -> None:
         for parameter in model[0].parameters():  # type: ignore[index]
             parameter.requires_grad_(i % 3 == 2)
 
-    start = network()
-    start[0].requires_grad_(False)  # type: ignore[index]
-    other = network()
-    other[0].requires_grad_(False)  # type: ignore[index]
-    ours = train(mode, model=other, each_step=freeze)
-    assert_same(train(None, model=start, each_step=freeze), ours)
+    def frozen() -> nn.Module:
+        model = network()
+        model[0].requires_grad_(False)  # type: ignore[index]
+        return model
+
+    both(mode, make=frozen, each_step=freeze)
 
 
 @pytest.mark.parametrize("mode", ["backward", "forward"])
@@ -107,9 +104,7 @@ def test_sparse_gradients(mode: str) -> None:
             return self.table(x.abs().mul(5).long().clamp(max=19))  # type: ignore[no-any-return]
 
     sparse = lambda p: optim.SparseAdam(list(p), lr=0.1)  # noqa: E731
-    ours = train(mode, sparse, model=Bag())
-    assert_same(train(None, sparse, model=Bag()), ours)
-    assert ours.report.fused_updates > 0
+    assert both(mode, sparse, make=Bag).fused_updates > 0
 
 
 class HalfSigned(optim.SGD):
@@ -132,9 +127,7 @@ def test_a_step_of_ones_own_is_refused_until_declared(monkeypatch: pytest.Monkey
         train("backward", make)
     declare_per_parameter(HalfSigned)
     for mode in ("backward", "forward"):
-        ours = train(mode, make)
-        assert_same(train(None, make), ours)
-        assert ours.report.fused_updates > 0
+        assert both(mode, make).fused_updates > 0
 
 
 def test_subclass_that_changes_no_method_needs_no_declaration() -> None:
@@ -168,3 +161,11 @@ def test_step_hooks_are_refused() -> None:
 def test_declare_takes_a_class() -> None:
     with pytest.raises(TypeError, match=r"optimizer_class=3 is not an Optimizer class"):
         declare_per_parameter(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_bytes_may_have_a_unit(mode: str) -> None:
+    model = network()
+    fusion = fuse_optimizer(model, optim.SGD(model.parameters(), lr=0.1), mode, bucket_bytes="1MiB")
+    assert fusion.bucket_bytes == 2**20
+    fusion.remove()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from retime import declare_per_parameter, fuse_optimizer
 from retime.foundations.lazy_updates import eligibility
-from support.fusion import Run, assert_same, network, train
+from support.fusion import Run, assert_same, both, network, train
 
 MODES = pytest.mark.parametrize("mode", ["backward", "forward"])
 
@@ -120,9 +120,7 @@ def test_declared_optimizers_keep_their_bits(kind: Callable[[Any], Optimizer], m
         return kind([{"params": every[:3], "lr": 0.1}, {"params": every[3:]}])
 
     declare_per_parameter(kind)  # type: ignore[type-var]
-    ours = train(mode, two_groups, bucket_bytes=1)
-    assert_same(train(None, two_groups), ours)
-    assert ours.report.fused_updates >= 35
+    assert both(mode, two_groups, bucket_bytes=1).fused_updates >= 35
 
 
 @MODES
@@ -135,7 +133,7 @@ def test_modes_of_an_optimizer_find_its_updates_done(mode: str) -> None:
 
     declare_per_parameter(Averaging)
     seen: list[float] = []
-    assert_same(train(None, Averaging, each_step=validate), train(mode, Averaging, each_step=validate))
+    both(mode, Averaging, each_step=validate)
     assert seen[0] == seen[1]
 
 
@@ -144,9 +142,7 @@ def test_muon(mode: str) -> None:
     def muon(parameters: Any) -> Optimizer:
         return optim.Muon([one for one in parameters if one.ndim == 2], lr=0.02)
 
-    ours = train(mode, muon)
-    assert_same(train(None, muon), ours)
-    assert ours.report.fused_updates == {"backward": 20, "forward": 24}[mode]
+    assert both(mode, muon).fused_updates == {"backward": 20, "forward": 24}[mode]
 
 
 class Lomo(Optimizer):

@@ -8,7 +8,7 @@ import pytest
 from retime.foundations.ddp.reductions import bucket_mb
 from retime.mechanisms.out_of_order.k_search import MOST_STEPS, KTuner
 from support.paths import PYTHONPATH, SUPPORT
-from support.two_ranks import run_ranks, run_two_ranks
+from support.two_ranks import run_ranks, run_two_ranks, said_in
 from support.warm_start import run_program
 
 IN_A_BARE_LOOP = [
@@ -28,36 +28,44 @@ IN_A_BARE_LOOP = [
 IN_A_TRAINER = [
     "k_is_kept_in_the_checkpoint",
     "bucket_size_is_fixed_where_a_measurement_must_not_matter",
-    "callback_sets_k",
     "accelerate_loop",
-    "accelerate_refuses_a_budget_beside",
+    "callback_sets_k",
 ]
+WITHOUT_A_FOLDER = "accelerate_refuses_a_budget_beside"
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[subprocess.CompletedProcess[str]]:
     """One pair of processes for all checks: starting one takes longer than most of them."""
-    return run_two_ranks("ooo_ddp_worker.py", ",".join(IN_A_BARE_LOOP))
+    return run_two_ranks("ooo_ddp_worker.py", *IN_A_BARE_LOOP)
 
 
 @pytest.mark.parametrize("name", IN_A_BARE_LOOP)
 def test_in_a_bare_loop(name: str, ranks: list[subprocess.CompletedProcess[str]]) -> None:
-    for number, rank in enumerate(ranks):
-        assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
+    for rank in ranks:
+        said_in(rank, name)
 
 
-@pytest.mark.parametrize("name", IN_A_TRAINER)
-def test_in_a_trainer(name: str, tmp_path: Path) -> None:
-    for number, rank in enumerate(run_two_ranks("ooo_ddp_worker.py", name, str(tmp_path))):
-        assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[subprocess.CompletedProcess[str]]]:
+    """Another pair, in which a Trainer or an Accelerator makes the process group, and the folder of its folders."""
+    folder = tmp_path_factory.mktemp("trainers")
+    cases = [f"{name}|{folder / name}" for name in IN_A_TRAINER]
+    return folder, run_two_ranks("ooo_ddp_worker.py", *cases, WITHOUT_A_FOLDER)
+
+
+@pytest.mark.parametrize("name", [*IN_A_TRAINER, WITHOUT_A_FOLDER])
+def test_in_a_trainer(name: str, trainers: tuple[Path, list[subprocess.CompletedProcess[str]]]) -> None:
+    for rank in trainers[1]:
+        said_in(rank, name if name == WITHOUT_A_FOLDER else f"{name}|{trainers[0] / name}")
 
 
 @pytest.mark.long
 def test_memory_of_the_process_stays_below_max_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed tensors leave the process at once, on glibc
     name = "measured_peak_stays_below_the_bound"
-    for number, rank in enumerate(run_ranks(2, "ooo_ddp_worker.py", name, warm=False)):
-        assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
+    for rank in run_ranks(2, "ooo_ddp_worker.py", name, warm=False):
+        said_in(rank, name)
 
 
 @pytest.mark.parametrize("start", [pytest.param("spawn", marks=pytest.mark.long), "fork"])
@@ -68,7 +76,7 @@ def test_names_that_start_their_own_processes(start: str, tmp_path: Path) -> Non
 
 
 def test_a_rank_that_dies_ends_the_other_with_an_error(tmp_path: Path) -> None:
-    first, second = run_two_ranks("ooo_ddp_worker.py", "rank_dies_in_backward", str(tmp_path), timeout_s=60)
+    first, second = run_two_ranks("ooo_ddp_worker.py", f"rank_dies_in_backward|{tmp_path}", timeout_s=60)
     assert second.returncode == 9
     assert first.returncode not in (0, None)
     assert "Error" in first.stderr

@@ -66,10 +66,6 @@ def error_of(net: Any, part: Any) -> Tensor:
     return (net["x"](part["x"]) - part["wanted"]).square()
 
 
-def each_token(net: Any, part: Any) -> Tensor:
-    return F.cross_entropy(net["tokens"](part["tokens"]).flatten(0, 1), part["labels"].flatten(), reduction="none")
-
-
 def with_penalty(net: Any, part: Any) -> Tensor:
     return F.mse_loss(net["x"](part["x"]), part["wanted"]) + 0.1 * sum(p.square().sum() for p in net.parameters())
 

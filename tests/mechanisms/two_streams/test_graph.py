@@ -68,12 +68,22 @@ Loss = Callable[[Any], Tensor]
 class Loop:
     """Trains a model step by step; what it returns is all that a user could see of it."""
 
-    def __init__(self, model: Any, *, loss: Loss = square_mean, between: Between = lambda model, step: None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        loss: Loss = square_mean,
+        between: Between = lambda model, step: None,
+        sizes: dict[int, int] | None = None,
+        accumulate: int = 1,
+        retain: bool = False,
+    ) -> None:
         self.model, self.loss, self.between = model, loss, between
-        self.sizes: dict[int, int] = {}
-        self.accumulate = 1
-        self.retain = False
+        self.sizes, self.accumulate, self.retain = sizes or {}, accumulate, retain
         self.seen: list[Tensor] = []
+
+    def call(self, x: Tensor, step: int) -> Any:
+        return self.model(x)
 
     def run(self, steps: int = STEPS) -> list[Tensor]:
         torch.manual_seed(3)
@@ -81,7 +91,7 @@ class Loop:
         data = torch.Generator().manual_seed(1)
         for step in range(steps):
             self.between(self.model, step)
-            out = self.model(torch.randn(self.sizes.get(step, 3), *self.model.inputs, generator=data))
+            out = self.call(torch.randn(self.sizes.get(step, 3), *self.model.inputs, generator=data), step)
             loss = self.loss(out)
             loss.backward(retain_graph=self.retain)
             if self.retain:
@@ -143,12 +153,7 @@ def test_weight_gradients_run_on_the_sub_stream_of_a_replay() -> None:
 
 
 def test_gradients_of_several_batches_add_up() -> None:
-    def loop() -> Loop:
-        loop = Loop(make(Mlp))
-        loop.accumulate = 3
-        return loop
-
-    assert check(loop).replays == STEPS - NO_GRAPH
+    assert check(lambda: Loop(make(Mlp), accumulate=3)).replays == STEPS - NO_GRAPH
 
 
 # Calls that differ from the capture.
@@ -202,23 +207,16 @@ def test_what_changes_between_steps_ends_the_replays_by_name(between: Between, w
 @pytest.mark.parametrize("sizes", [{9: 2}, {1: 2}, {5: 4, 6: 4, 7: 1}])
 @pytest.mark.filterwarnings("ignore:graph")
 def test_other_shapes_run_kernel_by_kernel(sizes: dict[int, int]) -> None:
-    def loop() -> Loop:
-        loop = Loop(make(ConvNet))
-        loop.sizes = sizes
-        return loop
-
-    report = check(loop)
+    report = check(lambda: Loop(make(ConvNet), sizes=sizes))
     assert report.replays == STEPS - NO_GRAPH - len(sizes)
     assert report.issued == {graph.FORMS: len(sizes)}
 
 
 def test_other_shapes_are_warned_of_once() -> None:
-    loop = Loop(make(Mlp))
-    loop.sizes = {6: 2, 8: 2}
     with pytest.warns(
         NoEffectWarning, match="graph: 'the model' runs kernel by kernel where inputs have other"
     ) as told:
-        graphed(loop)
+        graphed(Loop(make(Mlp), sizes={6: 2, 8: 2}))
     assert len(told) == 1
 
 
@@ -266,12 +264,7 @@ def test_an_expanded_gradient_is_captured_as_it_is() -> None:
 
 
 def test_a_graph_that_is_kept_has_a_second_backward_pass() -> None:
-    def loop() -> Loop:
-        loop = Loop(make(Mlp))
-        loop.retain = True
-        return loop
-
-    assert check(loop).replays == STEPS - NO_GRAPH
+    assert check(lambda: Loop(make(Mlp), retain=True)).replays == STEPS - NO_GRAPH
 
 
 class Heads(Mlp):
@@ -375,22 +368,9 @@ def test_hooks_of_parameters_and_gradients_of_inputs_are_outside() -> None:
 @pytest.mark.parametrize("cache", [True, False])
 def test_autocast_is_captured(cache: bool) -> None:
     class Cast(Loop):
-        def run(self, steps: int = STEPS) -> list[Tensor]:
-            forward = self.model
-
-            class Inside:
-                inputs = forward.inputs
-                parameters, buffers = forward.parameters, forward.buffers
-
-                def __call__(self, x: Tensor) -> Any:
-                    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-                        return forward(x)
-
-            self.model = Inside()
-            try:
-                return super().run(steps)
-            finally:
-                self.model = forward
+        def call(self, x: Tensor, step: int) -> Any:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                return self.model(x)
 
     assert check(lambda: Cast(make(Mlp))).replays == STEPS - NO_GRAPH
 
@@ -400,23 +380,10 @@ class Late(Loop):
 
     begin = 99
 
-    def run(self, steps: int = STEPS) -> list[Tensor]:
-        part, begin = self.model, self.begin
-
-        class Inside:
-            inputs, parameters, buffers, calls = part.inputs, part.parameters, part.buffers, 0
-
-            def __call__(self, x: Tensor) -> Any:
-                self.calls += 1
-                with torch.autocast("cpu", torch.bfloat16):
-                    out = part(x)
-                    return out + part(x + 1) if self.calls > begin else out
-
-        self.model = Inside()
-        try:
-            return super().run(steps)
-        finally:
-            self.model = part
+    def call(self, x: Tensor, step: int) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = self.model(x)
+            return out + self.model(x + 1) if step >= self.begin else out
 
 
 def test_shared_casts_of_autocast_are_refused() -> None:

@@ -18,7 +18,6 @@ from retime.mechanisms.two_streams.sub_stream import CoreStream, Job
 from support.time_limits import limit_s
 
 NAME = "retime sub-stream"
-Compute = Callable[..., Any]
 
 
 def network() -> nn.Module:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 import weakref
 from functools import cache
@@ -17,8 +15,8 @@ import torch
 from retime.strategies import MemoryBudgetStrategy
 from support.memory_budget import IGNORED, SMALL, Net, fit
 from support.paths import PYTHONPATH, SUPPORT, TESTS
+from support.warm_start import run_program
 
-WORKER = SUPPORT / "memory_limit_fit_worker.py"
 MIB = 2**20
 DISK = TESTS.parent  # a folder for temporary files may be in memory
 BUDGET = 32 * MIB  # the plain step needs more than twice that
@@ -30,11 +28,9 @@ pytestmark = IGNORED
 @cache
 def worker(budget: str, limit_bytes: int) -> dict[str, Any]:
     """Two fits in a process of their own, the second under the limit."""
-    command = [sys.executable, str(WORKER), str(DISK), budget, str(limit_bytes)]
-    environment = {**os.environ, **PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    program = (SUPPORT / "memory_limit_fit_worker.py").read_text()
+    said = run_program(program, str(DISK), budget, str(limit_bytes), **PYTHONPATH, OMP_NUM_THREADS="1")
+    return json.loads(said.splitlines()[-1])
 
 
 def within_budget() -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import Running
@@ -69,54 +70,48 @@ def compare(make: Any, way: str, marked: Iterable[int] = ()) -> list[str]:
     return [str(one.message) for one in caught if issubclass(one.category, DifferenceWarning)]
 
 
-class LogsTwice(ShallowNet):
-    """The last value counts for the step, both for the epoch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        for factor in (1.0, 2.0):
-            self.log("default", factor * loss)
-            self.log("both", factor * loss, on_step=True, on_epoch=True)
-            self.log("epoch", factor * loss, on_step=False, on_epoch=True)
-            self.log("sized", factor * loss, on_step=True, on_epoch=True, batch_size=len(batch[0]))
-            for reduce_fx in ("sum", "max", "min"):
-                self.log(reduce_fx, factor * loss, on_step=True, on_epoch=True, reduce_fx=reduce_fx)
-            self.log_dict({"number": factor, "other": loss + factor}, on_step=True, on_epoch=True)
-        return loss
-
-
-@OFFLOAD_LATER
-def test_a_name_logged_twice(way: str) -> None:
-    assert compare(LogsTwice, way) == []
-
-
-class ChangesItLater(ShallowNet):
-    """A tensor is logged as it is then."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        total = loss.detach().clone()
-        self.log("total", total, on_step=True, on_epoch=True)
-        total += 5
-        self.log("total_after", total.reshape(1), on_step=True, on_epoch=True)
-        return loss
-
-
-@OFFLOAD_LATER
-def test_a_tensor_that_changes_after_it_is_logged(way: str) -> None:
-    assert compare(ChangesItLater, way) == []
-
-
-class Sized(ShallowNet):
-    """Gives sizes of many kinds."""
+class Logs(ShallowNet):
+    """Logs in ways that add up, each under names of its own."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.net(batch[0])
         each = F.cross_entropy(logits, batch[1], reduction="none")
         loss = each.mean()
-        valid = batch[1] > 1
+        self._log_twice(loss, len(each))
+        self._change_later(loss)
+        self._log_extremes(logits.detach())
+        self._log_sizes(logits, each, loss, batch[1])
+        return loss
+
+    def _log_twice(self, loss: Tensor, samples: int) -> None:
+        """The last value counts for the step, both for the epoch."""
+        for factor in (1.0, 2.0):
+            self.log("default", factor * loss)
+            self.log("both", factor * loss, on_step=True, on_epoch=True)
+            self.log("epoch", factor * loss, on_step=False, on_epoch=True)
+            self.log("sized", factor * loss, on_step=True, on_epoch=True, batch_size=samples)
+            for reduce_fx in ("sum", "max", "min"):
+                self.log(reduce_fx, factor * loss, on_step=True, on_epoch=True, reduce_fx=reduce_fx)
+            self.log_dict({"number": factor, "other": loss + factor}, on_step=True, on_epoch=True)
+
+    def _change_later(self, loss: Tensor) -> None:
+        """A tensor is logged as it is then."""
+        total = loss.detach().clone()
+        self.log("total", total, on_step=True, on_epoch=True)
+        total += 5
+        self.log("total_after", total.reshape(1), on_step=True, on_epoch=True)
+
+    def _log_extremes(self, logits: Tensor) -> None:
+        """The largest of all samples is the largest of the parts' largest, which no weighted sum gives."""
+        self.log("highest", logits.max(), on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("lowest", logits.min(), on_step=True, on_epoch=True, reduce_fx=torch.min)
+
+    def _log_sizes(self, logits: Tensor, each: Tensor, loss: Tensor, target: Tensor) -> None:
+        """A batch_size of the user's, of many kinds."""
+        valid = target > 1
         count = int(valid.sum())
-        few = batch[1] == 9  # none has this class
+        few = target == 9  # none has this class
+        hits = (logits.argmax(1) == target).sum().float()
         both = {"on_step": True, "on_epoch": True}
         self.log("samples", loss, **both, batch_size=len(each))
         self.log("other_count", loss, **both, batch_size=count)
@@ -125,31 +120,15 @@ class Sized(ShallowNet):
         self.log("no_tokens", loss, on_step=True, on_epoch=True, batch_size=1 + int(few.sum()))
         self.log("setting", loss, **both, batch_size=256)
         self.log("one", loss, False, True, False, True, batch_size=1)
-        self.log("hits", (logits.argmax(1) == batch[1]).sum().float(), **both, reduce_fx="sum", batch_size=len(each))
-        self.log("number_of_hits", (logits.argmax(1) == batch[1]).sum().float(), **both, batch_size=len(each))
+        self.log("hits", hits, **both, reduce_fx="sum", batch_size=len(each))
+        self.log("number_of_hits", hits, **both, batch_size=len(each))
         self.log("largest", loss, **both, reduce_fx=max, batch_size=count)
         self.log_dict({"a": each[valid].mean(), "b": each[valid].sum()}, **both, batch_size=count)
-        return loss
 
 
 @OFFLOAD_LATER
-def test_a_batch_size_of_the_users(way: str) -> None:
-    assert compare(Sized, way) == []
-
-
-class Extremes(ShallowNet):
-    """The largest of all samples is the largest of the parts' largest, which no weighted sum gives."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self.net(batch[0])
-        self.log("max", logits.detach().max(), on_step=True, on_epoch=True, reduce_fx="max")
-        self.log("min", logits.detach().min(), on_step=True, on_epoch=True, reduce_fx=torch.min)
-        return F.cross_entropy(logits, batch[1])
-
-
-@OFFLOAD_LATER
-def test_extremes(way: str) -> None:
-    assert compare(Extremes, way) == []
+def test_a_name_logged_twice_tensors_that_change_extremes_and_sizes_of_the_users(way: str) -> None:
+    assert compare(Logs, way) == []
 
 
 class Masked(ShallowNet):

@@ -89,8 +89,8 @@ class Measured(Net):
         return loss
 
 
-def assert_same_lines(make: Any, way: str, budget: int = SHALLOW, **options: Any) -> None:
-    """Every row of the logger has the same names and numbers; so have the weights."""
+def assert_same_lines(make: Any, way: str, budget: int = SHALLOW, **options: Any) -> Any:
+    """Every row of the logger has the same names and numbers; so have the weights. Returns what was trained."""
     rows = []
     metrics = []
     modules = [make(), make()]
@@ -110,6 +110,7 @@ def assert_same_lines(make: Any, way: str, budget: int = SHALLOW, **options: Any
     assert {name: float(value) for name, value in metrics[1].items()} == pytest.approx(
         {name: float(value) for name, value in metrics[0].items()}, rel=2e-5, abs=1e-6
     )
+    return modules[1]
 
 
 @OFFLOAD_LATER
@@ -127,7 +128,9 @@ def test_numbers_while_accumulating(way: str) -> None:
 def test_metrics(way: str, large: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")
-        assert_same_lines(lambda: Measured(large), way, budget=SMALL)
+        module = assert_same_lines(lambda: Measured(large), way, budget=SMALL)
+    assert "forward" not in module.f1.__dict__, "metrics are left as they were made"
+    assert torch.equal(module.f1(torch.arange(4), torch.arange(4)), torch.tensor(1.0))
 
 
 class LearnsFromMetrics(Net):
@@ -224,10 +227,3 @@ def test_they_are_named_before_the_first_step(splits: None) -> None:
             fit(module, MemoryBudgetStrategy(SHALLOW), callbacks=[seen])
     assert seen.steps == 0
     assert_close(Nonlinear(), module, 0)
-
-
-def test_the_metrics_are_left_as_they_were_made(splits: None) -> None:
-    module = Measured()
-    fit(module, MemoryBudgetStrategy(SMALL))
-    assert "forward" not in module.f1.__dict__
-    assert torch.equal(module.f1(torch.arange(4), torch.arange(4)), torch.tensor(1.0))

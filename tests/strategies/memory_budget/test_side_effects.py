@@ -1,17 +1,14 @@
-"""Steps with side effects on what is neither tensor nor module: an environment, a replay buffer of Python objects."""
+"""Steps with side effects on what is neither tensor nor module, such as an environment or a replay buffer."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.search import plan_after
@@ -24,90 +21,38 @@ from support.memory_budget import Net, assert_close, fit, loader, report_of
 pytestmark = support.IGNORED
 
 STEPS = 20
+played: list[float] = []
+"""At module level: a step finds it without asking the model, and nothing of it can be put back from outside."""
 
 
-class World:
-    """A walk on a line, which ends after a while and begins anew; nothing of it can be put back from outside."""
+class Plays(Net):
+    """Plays on in each ``training_step``, and learns from what was played before."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.place = 0.0
-
-    def step(self, action: int) -> tuple[list[float], float, list[float]]:
-        self.steps += 1
-        before = [self.place, 1.0]
-        self.place = 0.0 if self.steps % 7 == 0 else self.place + (0.3 if action else -0.2) + random.gauss(0, 0.1)
-        return before, -abs(self.place - 1), [self.place, 1.0]
-
-
-# At module level: a step finds them without asking the model.
-world = World()
-memory: deque[tuple[list[float], int, float, list[float]]] = deque(maxlen=50)
-
-
-class Replays(IterableDataset[Any]):
-    """Draws from the memory while training goes on."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        for _ in range(8 * STEPS):
-            before, action, reward, after = random.choice(memory)
-            yield torch.tensor(before), torch.tensor(action), torch.tensor(reward), torch.tensor(after)
-
-
-class Agent(Net):
-    """Plays one step in each ``training_step``, and learns from what it remembers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2))
-        self.target = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2))
-        self.target.load_state_dict(self.net.state_dict())
-        self.calls = 0
-
-    def play(self) -> None:
-        with torch.no_grad():
-            values = self.net(torch.tensor([world.place, 1.0]))
-        action = random.randrange(2) if random.random() < 0.3 else int(values.argmax())
-        before, reward, after = world.step(action)
-        memory.append((before, action, reward, after))
+    calls = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.calls += 1
-        self.play()
-        before, actions, rewards, after = batch
-        chosen = self.net(before).gather(1, actions[:, None])[:, 0]
-        with torch.no_grad():
-            best = self.target(after).max(1).values
-        if self.calls % 5 == 0:
-            self.target.load_state_dict(self.net.state_dict())
-        loss = F.mse_loss(chosen, rewards + 0.9 * best)
+        played.append(random.gauss(len(played), 0.1))
+        loss = super().training_step(batch, batch_idx) * (1 + random.choice(played) / 100)
         self.log("loss", loss, on_epoch=True)
         return loss
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.net.parameters(), lr=1e-2)
 
-
-def play(strategy: Any) -> tuple[Agent, Any]:
+def play(strategy: Any) -> tuple[Plays, Any]:
     """A fit from the same beginning each time."""
-    world.__init__()  # type: ignore[misc]
-    memory.clear()
-    torch.manual_seed(0)
+    played.clear()
     random.seed(0)
-    agent = Agent()
-    for _ in range(20):
-        agent.play()
-    done = fit(agent, strategy, data=DataLoader(Replays(), batch_size=8))
-    return agent, done
+    module = Plays()
+    return module, fit(module, strategy, data=loader(STEPS))
 
 
 @pytest.mark.parametrize("dry_run", ["auto", "off"])
 def test_a_roomy_budget_calls_the_step_as_often_as_training_does(dry_run: str) -> None:
     plain, one = play("auto")
-    played, place, remembered = world.steps, world.place, list(memory)
+    expected = [*played]
     ours, two = play(MemoryBudgetStrategy("1GiB", dry_run=dry_run))
     assert ours.calls == plain.calls == STEPS
-    assert (world.steps, world.place, list(memory)) == (played, place, remembered)
+    assert played == expected
     assert_close(plain, ours, 0)
     assert two.callback_metrics == one.callback_metrics
     assert report_of(two).steps == STEPS

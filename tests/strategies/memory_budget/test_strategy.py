@@ -11,14 +11,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader
 
 from retime.mechanisms.memory_budget.step import NoLossError
-from retime.schedules.errors import ScheduleError
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import (
-    BATCH,
     OFFLOAD_LATER,
     SMALL,
     Net,
@@ -57,11 +54,8 @@ def test_really_calibrated() -> None:
     assert_close(plain, ours)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "scaler"])
-def test_mixed_precision(way: str, kind: str) -> None:
+def test_a_scaler(way: str) -> None:
     def options() -> dict[str, Any]:
-        if kind == "bf16":
-            return {"precision": "bf16-mixed"}
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
         return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "gradient_clip_val": 0.1}
 
@@ -118,19 +112,6 @@ def test_callbacks_see_one_batch(way: str) -> None:
         assert int(left["hits"]) == int(right["hits"])
         assert right["tag"] == "a"
         assert not right["loss"].requires_grad
-
-
-def test_another_shape_is_planned_for_or_refused(splits: None) -> None:
-    torch.manual_seed(3)
-    batches = [(torch.randn(size, 16), torch.randint(4, (size,))) for size in (BATCH, BATCH, 2 * BATCH)]
-    data = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-    plain, ours = Net(), Net()
-    fit(plain, data=data)
-    done = fit(ours, MemoryBudgetStrategy(SMALL), data=data)
-    assert [shape.samples for shape in report_of(done).shapes] == [BATCH, 2 * BATCH]
-    assert_close(plain, ours)
-    with pytest.raises(ScheduleError, match="on_shape_change='error': bring all batches to one shape"):
-        fit(Net(), MemoryBudgetStrategy(SMALL, on_shape_change="error"), data=data)
 
 
 class Busy(Net):

@@ -1,7 +1,9 @@
 """Updates that the ranks of a machine divide, among processes; whole fits are in the contract table."""
 
 import re
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,14 +14,15 @@ from retime.foundations.native import NoLibraryError
 from retime.mechanisms.cpu_accumulation import HostUpdate
 from retime.mechanisms.cpu_accumulation.shared_sums import sums_library
 from support.time_limits import limit_s
-from support.two_ranks import run_ranks
+from support.two_ranks import run_ranks, said_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
 WORKER = "host_update_worker.py"
-SAME = "optimizers,state_from_before,parameters_change,closures,backward_through_old_weights"
-STATES = "states_are_whole_and_come_back,all_ranks_fail"
-REFUSED = "gradients_that_differ,weights_that_differ,hooks_that_come_later,optimizers_that_stay_whole"
-FAILURES = "exception_in_a_step,one_rank_goes_on"
+CHECKS = [
+    *("optimizers", "state_from_before", "parameters_change", "closures", "backward_through_old_weights"),
+    *("states_are_whole_and_come_back", "all_ranks_fail", "gradients_that_differ", "weights_that_differ"),
+    *("hooks_that_come_later", "optimizers_that_stay_whole", "exception_in_a_step", "one_rank_goes_on"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -29,20 +32,27 @@ def _compiled() -> None:
         pytest.skip(str(library))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "checks"), [(2, SAME), (2, STATES), (2, REFUSED), (2, FAILURES), (4, "two_machines")]
-)
-def test_checks_of_the_worker(ranks: int, checks: str) -> None:
-    for rank, run in enumerate(run_ranks(ranks, WORKER, checks)):
-        done = re.findall(r"rank \d: (\w+) done", run.stdout)
-        assert done == checks.split(","), f"rank {rank}: {run.stdout}\n{run.stderr[-3000:]}"
+@cache
+def started() -> list[subprocess.CompletedProcess[str]]:
+    """One pair of ranks for all checks."""
+    return run_ranks(2, WORKER, *CHECKS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_ranks(name: str) -> None:
+    for rank in started():
+        said_in(rank, name)
+
+
+def test_two_machines() -> None:
+    for rank in run_ranks(4, WORKER, "two_machines"):
+        said_in(rank, "two_machines")
 
 
 def test_a_state_goes_to_another_number_of_ranks(tmp_path: Path) -> None:
-    path = str(tmp_path / "state.pt")
     for ranks, check in ((3, "saves"), (2, "resumes")):
-        for run in run_ranks(ranks, WORKER, check, path):
-            assert f"{check} done" in run.stdout, run.stderr[-3000:]
+        for run in run_ranks(ranks, WORKER, case := f"{check}|{tmp_path / 'state.pt'}"):
+            said_in(run, case)
 
 
 def test_a_fit_reports_what_a_rank_holds_and_ends_with_the_whole_state() -> None:
