@@ -214,7 +214,7 @@ class LayerResults(Visitor):
             elif len(self._orders.get(key, ())) == 1:
                 # [samples * steps, ...], or as torch.cat() puts views of samples
                 axis = 0 if self._orders[key] == {"blocks"} else 1
-                rows = tensor.unflatten(0, (self._samples[1], -1) if axis == 0 else (-1, self._samples[1]))
+                rows = tensor.unflatten(0, (self._samples[1], -1) if axis == 0 else (-1, self._samples[1]))  # type: ignore[no-untyped-call]
                 changed[number] = self._with_noise(rows, key, axis).flatten(0, 1)
         return replaced_tensors(output, changed) if changed else output
 

@@ -241,7 +241,8 @@ class Lifetimes:
         if not scratch:
             return max(accumulate(steps))
         # No operation is at the last entry, after the end of the step.
-        return max(map(add, accumulate(steps), self._own_bytes(scratch, sizes)))
+        most: int = max(map(add, accumulate(steps), self._own_bytes(scratch, sizes)))
+        return most
 
     def order(self, samples: int) -> list[int]:
         """Numbers of saved storages, those first that free most bytes for the longest time."""
