@@ -273,8 +273,9 @@ def test_defaults_groups_and_overrides(capsys: pytest.CaptureFixture[str], tmp_p
         assert status == 0, errors
         return bytes_in(said["floor"])
 
-    assert floor() < floor("model.width=32") < floor("model=large")
-    assert floor("model.width=32", "model.depth=4") > floor("model.width=32")
+    wider = floor("model.width=32")
+    assert floor() < wider < floor("model=large")
+    assert floor("model.width=32", "model.depth=4") > wider
 
 
 def test_an_experiment_of_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,8 +298,9 @@ def test_a_lightning_module_in_a_config_is_planned_by_its_own_step(
         return said["predicted peak"]
 
     adam = "{_target_: torch.optim.Adam}"
-    assert kib(peak("Doubled")) > 1.5 * kib(peak("Net"))
-    assert peak("Net", optimizer=adam) == peak("Net", optimizer=""), "its own optimizer is used"
+    own = peak("Net", optimizer="")
+    assert kib(peak("Doubled")) > 1.5 * kib(own)
+    assert peak("Net", optimizer=adam) == own, "its own optimizer is used"
     assert kib(peak("Bare", optimizer=adam, batch_size="8")) > kib(peak("Net", batch_size="8")), (
         "it has none of its own"
     )

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import retime
 from retime.foundations.messages import NoEffectWarning
 from retime.strategies import ooo_single_device
+from support.failing import FailsBackward
 from support.simulated_cuda import simulated_cuda
 from support.trainers import quiet_trainer
 
@@ -40,7 +41,7 @@ class Net(LightningModule):
         states, _ = self.gru(self.conv(batch).transpose(1, 2))
         loss: Tensor = self.out(self.inner(states).tanh()).square().mean()
         if batch_idx == self.fails_at:
-            loss = Fails.apply(loss)
+            loss = FailsBackward.apply(loss)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -49,16 +50,6 @@ class Net(LightningModule):
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(1)
         return DataLoader(torch.randn(4 * STEPS, 3, 5, generator=generator), batch_size=4)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("in the middle of a fit")
 
 
 def trainer(strategy: Any, *callbacks: Callback, **options: Any) -> Trainer:
@@ -127,7 +118,7 @@ def test_a_deterministic_fit_does_not_search() -> None:
 def test_nothing_is_left_behind_a_fit_that_fails() -> None:
     module, strategy = Net(), two_streams()
     module.fails_at = 3
-    with pytest.raises(ArithmeticError, match="in the middle of a fit"):
+    with pytest.raises(ArithmeticError, match="in the middle"):
         trainer(strategy).fit(module)
     assert_nothing_is_left(module)
     report = strategy.report()
@@ -239,7 +230,7 @@ def test_a_second_fusion_is_refused(mode: str) -> None:
 def test_nothing_is_left_behind_a_fused_fit_that_fails() -> None:
     module, strategy = Net(), two_streams(fuse_updates=True)
     module.fails_at = 3
-    with pytest.raises(ArithmeticError, match="in the middle of a fit"):
+    with pytest.raises(ArithmeticError, match="in the middle"):
         trainer(strategy).fit(module)
     assert_nothing_is_left(module)
     assert not any(parameter._backward_hooks for parameter in module.parameters())

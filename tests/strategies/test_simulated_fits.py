@@ -32,10 +32,14 @@ pytestmark = [
 ]
 
 
-class Adam(Net):
+class Half(Net):
+    """Half as deep: planning takes as long as a model is deep."""
+
     def __init__(self) -> None:
         super().__init__(depth=4)
 
+
+class Adam(Half):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -47,13 +51,6 @@ class OneRank(CPUAccumulateStrategy):
         return HostReducer(self.root_device)
 
 
-class Half(Net):
-    """Half as deep: planning takes as long as a model is deep."""
-
-    def __init__(self) -> None:
-        super().__init__(depth=4)
-
-
 FITS: dict[str, Callable[[], Any]] = {
     "fusion": lambda: FusedOptimizerStrategy(side_stream=True, bucket_bytes=2000),
     "memory budget": lambda: MemoryBudgetStrategy(SHALLOW, host="memory"),
@@ -61,14 +58,7 @@ FITS: dict[str, Callable[[], Any]] = {
     "two streams": lambda: OOOSingleDeviceStrategy(threads=(1, 1), max_memory=3000),
     "graph": lambda: OOOSingleDeviceStrategy(threads=(1, 1), graph=True),
 }
-PLAIN = {"fusion": "auto", "memory budget": "auto", "host reduction": "ddp", "two streams": "auto", "graph": "auto"}
-MODELS: dict[str, Callable[[], Net]] = {
-    "fusion": Adam,
-    "memory budget": Half,
-    "host reduction": Adam,
-    "two streams": Adam,
-    "graph": Adam,
-}
+MODELS: dict[str, type[Net]] = dict.fromkeys(FITS, Adam) | {"memory budget": Half}
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +78,7 @@ def plain() -> dict[str, Net]:
     """What the plain strategy trains, without a device."""
     trained = {name: make() for name, make in MODELS.items()}
     for name, module in trained.items():
-        fit(module, PLAIN[name])
+        fit(module, "ddp" if name == "host reduction" else "auto")
     if dist.is_initialized():
         dist.destroy_process_group()
     return trained
@@ -212,13 +202,6 @@ def expected() -> list[Tensor]:
 # Faults: each is a part of the product, and what takes its place.
 
 
-class Fault:
-    """Parts of the product that are replaced."""
-
-    def __init__(self, fit: str, *replaced: tuple[Any, str, Any]) -> None:
-        self.fit, self.replaced = fit, replaced
-
-
 def unwaited(mark: Mark) -> bool:
     """In the place of ``Mark.wait``: nobody waits, and what is held is let go of."""
     mark._held.clear()
@@ -320,35 +303,25 @@ def step_ends_without_join(fusion: BackwardFusion) -> None:
         fusion._side._held.clear()
 
 
-FAULTS = {
-    "updates: no join": Fault("fusion", (SideStream, "join", unjoined)),
-    "updates: before the gradients are there": Fault("fusion", (SideStream, "after_current", behind_nothing)),
-    "updates: gradients are not held": Fault("fusion", (SideStream, "after_current", holding_nothing)),
-    "updates: the step's end does not join": Fault("fusion", (BackwardFusion, "_join", step_ends_without_join)),
-    "offloading: no waits": Fault("offloading", (Mark, "wait", unwaited)),
-    "offloading: no wait where query() says done": Fault("offloading", (Mark, "wait", waited_unless_done)),
-    "offloading: copies do not wait for the compute stream": Fault(
-        "offloading", (SideStream, "after_current", behind_nothing)
-    ),
-    "offloading: copies hold nothing": Fault("offloading", (SideStream, "copy", copy_holding_nothing)),
-    "offloading: marks stand before copies": Fault("offloading", (SideStream, "copy", copy_marked_too_early)),
-    "offloading: the step uses what has not come back": Fault(
-        "offloading", (hosts._MemoryLoading, "wait", wait_for_nothing)
-    ),
-    "offloading: sources are let go of at once": Fault(
-        "offloading", (hosts._MemoryCopy, "settle", settle_without_wait)
-    ),
-    "offloading: back on another stream": Fault("offloading", (hosts._MemoryCopy, "load", load_on_a_new_stream)),
-    "reduction: the host does not wait": Fault("host reduction", (Mark, "synchronize", reduced_before_it_has_left)),
-    "reduction: copies out do not wait for the gradients": Fault(
-        "host reduction", (SideStream, "after_current", behind_nothing)
-    ),
-    "reduction: the result is set outside of the stream": Fault(
-        "host reduction", (HostReducer, "_reduce", result_outside_of_the_stream)
-    ),
-    "reduction: one host buffer for all buckets": Fault("host reduction", (HostReducer, "_buffer", one_buffer_for_all)),
-    "reduction: the future knows no device": Fault("host reduction", (reduction, "Future", future_without_device)),
-    "reduction: marks stand before copies": Fault("host reduction", (SideStream, "copy", copy_marked_too_early)),
+FAULTS: dict[str, tuple[str, Any, str, Any]] = {
+    "updates: no join": ("fusion", SideStream, "join", unjoined),
+    "updates: before the gradients are there": ("fusion", SideStream, "after_current", behind_nothing),
+    "updates: gradients are not held": ("fusion", SideStream, "after_current", holding_nothing),
+    "updates: the step's end does not join": ("fusion", BackwardFusion, "_join", step_ends_without_join),
+    "offloading: no waits": ("offloading", Mark, "wait", unwaited),
+    "offloading: no wait where query() says done": ("offloading", Mark, "wait", waited_unless_done),
+    "offloading: copies do not wait": ("offloading", SideStream, "after_current", behind_nothing),
+    "offloading: copies hold nothing": ("offloading", SideStream, "copy", copy_holding_nothing),
+    "offloading: marks stand before copies": ("offloading", SideStream, "copy", copy_marked_too_early),
+    "offloading: the step uses what has not come back": ("offloading", hosts._MemoryLoading, "wait", wait_for_nothing),
+    "offloading: sources are let go of at once": ("offloading", hosts._MemoryCopy, "settle", settle_without_wait),
+    "offloading: back on another stream": ("offloading", hosts._MemoryCopy, "load", load_on_a_new_stream),
+    "reduction: the host does not wait": ("host reduction", Mark, "synchronize", reduced_before_it_has_left),
+    "reduction: copies out do not wait": ("host reduction", SideStream, "after_current", behind_nothing),
+    "reduction: the result is set elsewhere": ("host reduction", HostReducer, "_reduce", result_outside_of_the_stream),
+    "reduction: one host buffer for all buckets": ("host reduction", HostReducer, "_buffer", one_buffer_for_all),
+    "reduction: the future knows no device": ("host reduction", reduction, "Future", future_without_device),
+    "reduction: marks stand before copies": ("host reduction", SideStream, "copy", copy_marked_too_early),
 }
 
 
@@ -357,16 +330,15 @@ FAULTS = {
 def test_a_seeded_fault_is_found(
     name: str, plain: dict[str, Net], expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = FAULTS[name]
-    for target, attribute, replacement in fault.replaced:
-        monkeypatch.setattr(target, attribute, replacement)
+    of, *replaced = FAULTS[name]
+    monkeypatch.setattr(*replaced)
     for order in ("late", "eager", "random 0"):
-        if fault.fit == "offloading":
+        if of == "offloading":
             values, device = offload(order, prefetch=0)
             right = expected
         else:
-            module, device, _ = fit_on_device(fault.fit, order)
-            values, right = list(module.parameters()), list(plain[fault.fit].parameters())
+            module, device, _ = fit_on_device(of, order)
+            values, right = list(module.parameters()), list(plain[of].parameters())
         if device.faults or not all(map(torch.equal, values, right)):
             return
     pytest.fail("not found")

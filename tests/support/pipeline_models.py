@@ -60,7 +60,10 @@ class Between(nn.Module):
         self.head = nn.Linear(WIDTH, 11)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        logits: Tensor = self.head(self.through(self.embed(tokens)))
+        return logits
+
+    def through(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
             change = torch.tanh(block(x))
             if number == 5:
@@ -68,8 +71,7 @@ class Between(nn.Module):
                 x += change
             else:
                 x = x + change
-        logits: Tensor = self.head(x)
-        return logits
+        return x
 
 
 class WritesInput(nn.Linear):
@@ -93,12 +95,10 @@ class Doubled(Between):
         super().__init__()
         self.blocks = nn.ModuleList(Product(WIDTH, WIDTH) for _ in range(8))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+    def through(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = torch.tanh(block(x, x))
-        logits: Tensor = self.head(x)
-        return logits
+        return x
 
 
 class InPlace(Between):
@@ -108,48 +108,41 @@ class InPlace(Between):
         super().__init__()
         self.blocks = nn.ModuleList(WritesInput(WIDTH, WIDTH) for _ in range(8))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+    def through(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return x
 
 
 class InPlaceAlone(InPlace):
     """Nothing else uses what the layers have written into."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+    def through(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return x
 
 
 class InPlaceBetween(Between):
     """Code between the layers writes into what they return, once through a view."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+    def through(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x).mul_(0.9)
             x[:, :2].add_(0.1)
             x.tanh_()
-        logits: Tensor = self.head(x)
-        return logits
+        return x
 
 
 class Skipping(Between):
     """What all layers give goes past the later ones to the head."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x, kept = self.embed(tokens), []
+    def through(self, x: Tensor) -> Tensor:
+        kept = []
         for block in self.blocks:
             kept.append(block(x))
             x = torch.tanh(kept[-1])
-        logits: Tensor = self.head(torch.stack(kept).mean(0))
-        return logits
+        return torch.stack(kept).mean(0)
 
 
 class Attributes(nn.Module):
@@ -191,12 +184,11 @@ class Checkpointed(Between):
         self.reentrant = reentrant
         self.blocks[-1] = _CheckpointsItself(WIDTH, WIDTH)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+    def through(self, x: Tensor) -> Tensor:
         for block in self.blocks[:-1]:
             x = x + torch.tanh(checkpoint(block, x, use_reentrant=self.reentrant))
-        logits: Tensor = self.head(self.blocks[-1](x[:, None].flatten(1)))  # given a view
-        return logits
+        last: Tensor = self.blocks[-1](x[:, None].flatten(1))  # given a view
+        return last
 
 
 class _CheckpointsItself(nn.Linear):

@@ -1,8 +1,9 @@
 """Canaries of the private names of layers, optimizers, torch.compile and DDP: see ``private_canaries``."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,40 +31,35 @@ def test_vdnn_finds_convolutions():
     assert not isinstance(nn.Linear(1, 1), layers.ConvBase)
 
 
+def assert_seen(hooks: Callable[[], Iterable[object]], *registers: Callable[..., Any]) -> None:
+    """Hooks are seen while they are registered, each kind by itself."""
+    for register in registers:
+        assert not any(hooks())
+        handle = register(lambda *_: None)
+        try:
+            assert any(hooks())
+        finally:
+            handle.remove()
+    assert not any(hooks())
+
+
 @canary("backward_hooks", breaks="refusing backward fusion and re-ordering beside module backward hooks")
 def test_backward_fusion_sees_module_backward_hooks():
     layer = nn.Linear(1, 1)
-    for register in (layer.register_full_backward_hook, layer.register_full_backward_pre_hook):
-        assert not any(layers.backward_hooks(layer))
-        handle = register(lambda *_: None)
-        assert any(layers.backward_hooks(layer))
-        handle.remove()
-    assert not any(layers.backward_hooks(layer))
+    kinds = (layer.register_full_backward_hook, layer.register_full_backward_pre_hook)
+    assert_seen(lambda: layers.backward_hooks(layer), *kinds)
 
 
 @canary("global_backward_hooks", breaks="plain steps of backward fusion beside global module backward hooks")
 def test_backward_fusion_sees_global_backward_hooks():
-    assert not any(layers.global_backward_hooks())
-    for register in (
-        module_hooks.register_module_full_backward_hook,
-        module_hooks.register_module_full_backward_pre_hook,
-    ):
-        handle = register(lambda *_: None)
-        try:
-            assert any(layers.global_backward_hooks())
-        finally:
-            handle.remove()
+    kinds = (module_hooks.register_module_full_backward_hook, module_hooks.register_module_full_backward_pre_hook)
+    assert_seen(layers.global_backward_hooks, *kinds)
 
 
 @canary("global_forward_hooks", breaks="calls without a CUDA graph beside global module hooks")
 def test_graphs_see_global_forward_hooks():
-    assert not any(layers.global_forward_hooks())
-    for register in (module_hooks.register_module_forward_hook, module_hooks.register_module_forward_pre_hook):
-        handle = register(lambda *_: None)
-        try:
-            assert any(layers.global_forward_hooks())
-        finally:
-            handle.remove()
+    kinds = (module_hooks.register_module_forward_hook, module_hooks.register_module_forward_pre_hook)
+    assert_seen(layers.global_forward_hooks, *kinds)
 
 
 @canary("forward_hooks", "forward_pre_hooks", breaks="ScanSequential's care for layers with hooks")
@@ -133,25 +129,14 @@ def test_converted_recurrent_layers_run_torchs_kernels():
 @canary("step_hooks", breaks="refusing fusion beside an optimizer's step hooks")
 def test_fusion_sees_step_hooks():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
-        assert not any(optimizers.step_hooks(optimizer))
-        handle = register(lambda *_: None)
-        assert any(optimizers.step_hooks(optimizer))
-        handle.remove()
+    kinds = (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
+    assert_seen(lambda: optimizers.step_hooks(optimizer), *kinds)
 
 
 @canary("global_step_hooks", breaks="refusing fusion beside step hooks of all optimizers")
 def test_fusion_sees_global_step_hooks():
-    for register in (
-        optimizer_hooks.register_optimizer_step_pre_hook,
-        optimizer_hooks.register_optimizer_step_post_hook,
-    ):
-        assert not any(optimizers.global_step_hooks())
-        handle = register(lambda *_: None)
-        try:
-            assert any(optimizers.global_step_hooks())
-        finally:
-            handle.remove()
+    kinds = (optimizer_hooks.register_optimizer_step_pre_hook, optimizer_hooks.register_optimizer_step_post_hook)
+    assert_seen(optimizers.global_step_hooks, *kinds)
 
 
 @canary("STEP_HOOKS", breaks="the dry run of an optimizer, which must not call the user's step hooks")
@@ -190,44 +175,20 @@ def test_backward_fusion_clips_as_torch_does():
     assert [gradient.tolist() for gradient in gradients] == [[-1, 0.5, 1], [1]]
 
 
-@canary("fused_adamw", breaks="the recipe that measures where gradients lie")
-def test_gradient_place_runs_the_fused_kernel():
+@canary("foreach_add", "fused_adam_kernel", "fused_adamw", breaks="optimizer fusion's way around Optimizer.step")
+@pytest.mark.parametrize("kernel", ["fused_adamw", "decoupled", "coupled"])
+def test_bucket_is_updated_as_by_a_fused_step(kernel: str) -> None:
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.arange(3.0)
     mine, first, second, step = weight.detach().clone(), torch.zeros(3), torch.zeros(3), torch.zeros(())
-    torch.optim.AdamW([weight], fused=True).step()
-    step += 1
-    optimizers.fused_adamw(
-        [mine],
-        [weight.grad],
-        [first],
-        [second],
-        [],
-        [step],
-        lr=1e-3,
-        beta1=0.9,
-        beta2=0.999,
-        weight_decay=1e-2,
-        eps=1e-8,
-        amsgrad=False,
-        maximize=False,
-    )
-    assert torch.equal(mine, weight)
-
-
-@canary("foreach_add", "fused_adam_kernel", breaks="optimizer fusion's way around Optimizer.step")
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_bucket_is_updated_as_by_a_fused_step(decoupled: bool) -> None:
-    weight = nn.Parameter(torch.ones(3))
-    weight.grad = torch.arange(3.0)
-    mine, first, second, step = weight.detach().clone(), torch.zeros(3), torch.zeros(3), torch.zeros(())
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    kind = torch.optim.Adam if kernel == "coupled" else torch.optim.AdamW
     kind([weight], lr=0.1, weight_decay=0.1, fused=True).step()
     optimizers.foreach_add([step], 1)
     assert step == 1
     options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
-    kernel = optimizers.fused_adam_kernel(decoupled=decoupled)
-    kernel([mine], [weight.grad], [first], [second], [], [step], amsgrad=False, maximize=False, **options)
+    own = optimizers.fused_adam_kernel(decoupled=kernel == "decoupled")
+    update = optimizers.fused_adamw if kernel == "fused_adamw" else own
+    update([mine], [weight.grad], [first], [second], [], [step], amsgrad=False, maximize=False, **options)
     assert torch.equal(mine, weight)
 
 

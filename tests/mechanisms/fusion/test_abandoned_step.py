@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from retime import fuse_optimizer
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError
+from support.failing import FailsBackward
 
 
 def test_the_next_backward_names_abandon_step() -> None:
@@ -29,7 +18,7 @@ def test_the_next_backward_names_abandon_step() -> None:
     def step(fails: bool = False) -> None:
         optimizer.zero_grad()
         hidden = first(torch.ones(2, 3))
-        last(Fails.apply(hidden) if fails else hidden).sum().backward()
+        last(FailsBackward.apply(hidden) if fails else hidden).sum().backward()
         optimizer.step()
 
     step()

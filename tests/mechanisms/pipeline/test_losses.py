@@ -16,8 +16,35 @@ from retime.mechanisms.pipeline import PipelineError
 from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, look_at_losses
 
-Step = Callable[[nn.Module, Any], Tensor]
 CLASSES, TOKENS = 5, 11
+
+
+class Part:
+    """A batch, or a part of it, by its tensors' names; beside the model, and what that makes of it."""
+
+    def __init__(self, net: Any, tensors: dict[str, Any]) -> None:
+        self.net, self._tensors = net, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return self._tensors[name]
+
+    @property
+    def scores(self) -> Tensor:
+        scores: Tensor = self.net["x"](self.x)
+        return scores
+
+    @property
+    def states(self) -> Tensor:
+        states: Tensor = self.net["tokens"](self.tokens)
+        return states
+
+    @property
+    def error(self) -> Tensor:
+        error: Tensor = (self.scores - self.wanted).square()
+        return error
+
+
+Step = Callable[[Part], Tensor]
 
 
 def model() -> nn.ModuleDict:
@@ -53,7 +80,7 @@ def look(step: Step, given: Any = None, loss_weight: Any = None, gates: bool = T
     layers = list(net["x"]) + list(net["tokens"])  # type: ignore[call-overload]
     return look_at_losses(
         net,
-        lambda part: step(net, part),
+        lambda part: step(Part(net, part)),
         given,
         balanced_parts(given, 3),
         loss_weight=loss_weight,
@@ -62,185 +89,148 @@ def look(step: Step, given: Any = None, loss_weight: Any = None, gates: bool = T
     )
 
 
-def error_of(net: Any, part: Any) -> Tensor:
-    return (net["x"](part["x"]) - part["wanted"]).square()
+def with_penalty(p: Part) -> Tensor:
+    return F.mse_loss(p.scores, p.wanted) + 0.1 * sum(one.square().sum() for one in p.net.parameters())
 
 
-def with_penalty(net: Any, part: Any) -> Tensor:
-    return F.mse_loss(net["x"](part["x"]), part["wanted"]) + 0.1 * sum(p.square().sum() for p in net.parameters())
-
-
-def added_in_place(net: Any, part: Any) -> Tensor:
+def added_in_place(p: Part) -> Tensor:
     total = torch.zeros(())
-    total += error_of(net, part).mean()
-    total += 0.1 * net["x"](part["x"]).mean()
+    total += p.error.mean()
+    total += 0.1 * p.scores.mean()
     return total
 
 
-def focal(net: Any, part: Any) -> Tensor:
-    each = F.cross_entropy(net["x"](part["x"]), part["classes"], reduction="none")
+def focal(p: Part) -> Tensor:
+    each = F.cross_entropy(p.scores, p.classes, reduction="none")
     return ((1 - (-each).exp()) ** 2 * each).mean()
 
 
-def checked(net: Any, part: Any) -> Tensor:
+def checked(p: Part) -> Tensor:
     """Reads its batch to refuse some of it."""
-    if int(part["tokens"].max()) >= TOKENS:
+    if int(p.tokens.max()) >= TOKENS:
         raise ValueError("no such token")
-    return error_of(net, part).mean()
+    return p.error.mean()
 
 
-def per_sample(net: Any, part: Any) -> Tensor:
+def per_sample(p: Part) -> Tensor:
     """Reductions, norms and attention over what one sample has, and a choice of one of its entries."""
-    scores, wanted = net["x"](part["x"]), part["wanted"]
+    scores, wanted = p.scores, p.wanted
     rows = torch.arange(len(scores))
-    states = F.layer_norm(net["tokens"](part["tokens"]), (TOKENS,))
+    states = F.layer_norm(p.states, (TOKENS,))
     causal = torch.ones(7, 7).tril()
     attended = (states @ states.transpose(1, 2)).masked_fill(causal == 0, -9.0).softmax(-1) @ states
     attended = attended * torch.linspace(0, 1, 7)[None, :, None] + F.scaled_dot_product_attention(
         states, states, states
     )
     scaled = (scores - scores.mean(1, keepdim=True)) / (wanted / wanted.abs().amax(1, keepdim=True)).std(1)[:, None]
-    chosen = -scores.log_softmax(-1)[rows, part["classes"]] + scores.gather(1, part["several"]).sort(1).values[:, 0]
+    chosen = -scores.log_softmax(-1)[rows, p.classes] + scores.gather(1, p.several).sort(1).values[:, 0]
     return scaled.square().mean() + (chosen * rows.new_ones(())).mean() + attended.square().sum((1, 2)).mean()
 
 
-def shown_beside(net: Any, part: Any) -> Tensor:
+def shown_beside(p: Part) -> Tensor:
     """Selects and reads by values for what is shown, not for the loss."""
-    scores, right = net["x"](part["x"]), part["classes"] > 1
-    net.shown = float((scores.argmax(1)[right] == part["classes"][right]).float().mean()), right.nonzero().shape[0]
-    net.shown += (len(torch.unique(part["classes"])), sum(map(len, part["texts"])))
-    return 0.5 * (scores - part["wanted"]).square().mean()
+    scores, right = p.scores, p.classes > 1
+    p.net.shown = float((scores.argmax(1)[right] == p.classes[right]).float().mean()), right.nonzero().shape[0]
+    p.net.shown += (len(torch.unique(p.classes)), sum(map(len, p.texts)))
+    return 0.5 * (scores - p.wanted).square().mean()
 
 
-def by_distribution(net: Any, part: Any) -> Tensor:
+def by_distribution(p: Part) -> Tensor:
     """Reads values to check them."""
-    scores = net["x"](part["x"])
-    chosen = torch.distributions.Categorical(logits=scores).log_prob(part["classes"])
-    return -(chosen * part["wanted"][:, 0]).mean()
+    scores = p.scores
+    chosen = torch.distributions.Categorical(logits=scores).log_prob(p.classes)
+    return -(chosen * p.wanted[:, 0]).mean()
 
 
-def read_perplexity(net: Any, part: Any) -> Tensor:
+def read_perplexity(p: Part) -> Tensor:
     """Cannot run on all numbers that it may read."""
-    loss = error_of(net, part).mean()
-    net.shown = math.exp(loss.item())
+    loss = p.error.mean()
+    p.net.shown = math.exp(loss.item())
     return loss
 
 
-def written_by_mask(net: Any, part: Any) -> Tensor:
-    error = error_of(net, part)
-    error[part["wanted"] > 0.5] = 0
+def written_by_mask(p: Part) -> Tensor:
+    error = p.error
+    error[p.wanted > 0.5] = 0
     return error.mean()
 
 
-def two_views(net: Any, part: Any) -> Tensor:
-    both = net["x"](torch.cat([part["x"], 2 * part["x"]]))
+def two_views(p: Part) -> Tensor:
+    both = p.net["x"](torch.cat([p.x, 2 * p.x]))
     one, two = both.chunk(2)
     return F.cosine_similarity(one, two).mean() + (both[: len(both) // 2] * both[len(both) // 2 :]).mean()
 
 
-def steps_in_a_row(net: Any, part: Any) -> Tensor:
+def steps_in_a_row(p: Part) -> Tensor:
     """Layers return [samples * steps, ...]."""
-    rows = torch.stack([part["x"], part["x"] ** 2], 1).flatten(0, 1)
-    return net["x"](rows).square().mean()
+    rows = torch.stack([p.x, p.x**2], 1).flatten(0, 1)
+    return p.net["x"](rows).square().mean()
 
 
-def written(net: Any, part: Any) -> Tensor:
-    counts = part["wanted"].clone()
+def written(p: Part) -> Tensor:
+    counts = p.wanted.clone()
     counts[:, 0] = 0
-    return (error_of(net, part) * counts).mean()
+    return (p.error * counts).mean()
 
 
 LABELS = "mean over count(batch['labels'] != -100)"
 NEXT = "mean over count(batch['labels'][:, 1:] != -100)"
 MEAN, SUM = "mean over samples", "sum over samples"
 KNOWN: dict[str, tuple[Step, list[str]]] = {
-    "classes": (
-        lambda net, part: F.cross_entropy(net["x"](part["x"]), part["classes"]),
-        ["mean over count(batch['classes'] != -100)"],
-    ),
+    "classes": (lambda p: F.cross_entropy(p.scores, p.classes), ["mean over count(batch['classes'] != -100)"]),
     "smoothed": (
-        lambda net, part: F.cross_entropy(net["x"](part["x"]), part["classes"], label_smoothing=0.1),
+        lambda p: F.cross_entropy(p.scores, p.classes, label_smoothing=0.1),
         ["mean over count(batch['classes'] != -100)"],
     ),
     "columns": (
-        lambda net, part: F.cross_entropy(net["x"](part["x"]), part["several"][:, 1]),
+        lambda p: F.cross_entropy(p.scores, p.several[:, 1]),
         ["mean over count(batch['several'][:, 1] != -100)"],
     ),
-    "classes summed": (
-        lambda net, part: F.cross_entropy(net["x"](part["x"]), part["classes"], torch.ones(CLASSES), reduction="sum"),
-        [SUM],
-    ),
-    "probabilities": (lambda net, part: F.cross_entropy(net["x"](part["x"]), part["wanted"].softmax(-1)), [MEAN]),
-    "computed labels": (lambda net, part: F.cross_entropy(net["x"](part["x"]), part["wanted"].argmax(1)), [MEAN]),
-    "tokens": (
-        lambda net, part: F.cross_entropy(net["tokens"](part["tokens"]).flatten(0, 1), part["labels"].flatten()),
-        [LABELS],
-    ),
-    "tokens in a row": (
-        lambda net, part: F.cross_entropy(net["tokens"](part["tokens"]).transpose(1, 2), part["labels"]),
-        [LABELS],
-    ),
-    "next tokens": (
-        lambda net, part: F.cross_entropy(
-            net["tokens"](part["tokens"])[:, :-1].flatten(0, 1), part["labels"][:, 1:].flatten()
-        ),
-        [NEXT],
-    ),
+    "classes summed": (lambda p: F.cross_entropy(p.scores, p.classes, torch.ones(CLASSES), reduction="sum"), [SUM]),
+    "probabilities": (lambda p: F.cross_entropy(p.scores, p.wanted.softmax(-1)), [MEAN]),
+    "computed labels": (lambda p: F.cross_entropy(p.scores, p.wanted.argmax(1)), [MEAN]),
+    "tokens": (lambda p: F.cross_entropy(p.states.flatten(0, 1), p.labels.flatten()), [LABELS]),
+    "tokens in a row": (lambda p: F.cross_entropy(p.states.transpose(1, 2), p.labels), [LABELS]),
+    "next tokens": (lambda p: F.cross_entropy(p.states[:, :-1].flatten(0, 1), p.labels[:, 1:].flatten()), [NEXT]),
     "as transformers": (
-        lambda net, part: F.cross_entropy(
-            net["tokens"](part["tokens"].view(-1, 7)).view(-1, TOKENS),
-            F.pad(part["labels"].view(-1, 7), (0, 1), value=-100)[..., 1:].contiguous().view(-1),
+        lambda p: F.cross_entropy(
+            p.net["tokens"](p.tokens.view(-1, 7)).view(-1, TOKENS),
+            F.pad(p.labels.view(-1, 7), (0, 1), value=-100)[..., 1:].contiguous().view(-1),
         ),
         [NEXT],
     ),
     "its own tokens": (
-        lambda net, part: F.cross_entropy(
-            net["tokens"](part["tokens"]).flatten(0, 1), part["tokens"].flatten(), ignore_index=0
-        ),
+        lambda p: F.cross_entropy(p.states.flatten(0, 1), p.tokens.flatten(), ignore_index=0),
         ["mean over count(batch['tokens'] != 0)"],
     ),
-    "squares": (lambda net, part: F.mse_loss(net["x"](part["x"]), part["wanted"]), [MEAN]),
-    "logits": (
-        lambda net, part: F.binary_cross_entropy_with_logits(net["x"](part["x"]), part["mask"], part["mask"]),
-        [MEAN],
-    ),
-    "divergence": (
-        lambda net, part: F.kl_div(
-            net["x"](part["x"]).log_softmax(-1), part["wanted"].softmax(-1), reduction="batchmean"
-        ),
-        [MEAN],
-    ),
-    "mean": (lambda net, part: error_of(net, part).mean(), [MEAN]),
-    "sum": (lambda net, part: error_of(net, part).sum() / 100, [SUM]),
-    "sum by samples": (lambda net, part: error_of(net, part).sum() / len(part["x"]), [MEAN]),
-    "sum by a number of the batch": (lambda net, part: error_of(net, part).sum() / part["items"], [SUM]),
-    "mean of sums": (lambda net, part: error_of(net, part).sum(0).mean(), [SUM]),
-    "sum of means": (lambda net, part: error_of(net, part).mean(0).sum(), [MEAN]),
-    "masked": (lambda net, part: (error_of(net, part) * part["mask"]).mean(), [MEAN]),
-    "mean over a mask": (
-        lambda net, part: (error_of(net, part) * part["mask"]).sum() / part["mask"].sum(),
-        ["mean over sum(batch['mask'])"],
-    ),
+    "squares": (lambda p: F.mse_loss(p.scores, p.wanted), [MEAN]),
+    "logits": (lambda p: F.binary_cross_entropy_with_logits(p.scores, p.mask, p.mask), [MEAN]),
+    "divergence": (lambda p: F.kl_div(p.scores.log_softmax(-1), p.wanted.softmax(-1), reduction="batchmean"), [MEAN]),
+    "mean": (lambda p: p.error.mean(), [MEAN]),
+    "sum": (lambda p: p.error.sum() / 100, [SUM]),
+    "sum by samples": (lambda p: p.error.sum() / len(p.x), [MEAN]),
+    "sum by a number of the batch": (lambda p: p.error.sum() / p.items, [SUM]),
+    "mean of sums": (lambda p: p.error.sum(0).mean(), [SUM]),
+    "sum of means": (lambda p: p.error.mean(0).sum(), [MEAN]),
+    "masked": (lambda p: (p.error * p.mask).mean(), [MEAN]),
+    "mean over a mask": (lambda p: (p.error * p.mask).sum() / p.mask.sum(), ["mean over sum(batch['mask'])"]),
     "mean over a mask, never empty": (
-        lambda net, part: (error_of(net, part) * part["mask"]).sum() / (part["mask"].sum() + 1e-6),
+        lambda p: (p.error * p.mask).sum() / (p.mask.sum() + 1e-6),
         ["mean over (sum(batch['mask']) + 1e-06)"],
     ),
     "over a count, at least 1": (
-        lambda net, part: error_of(net, part).sum() / part["mask"].sum().clamp(min=1),
+        lambda p: p.error.sum() / p.mask.sum().clamp(min=1),
         ["mean over max(sum(batch['mask']), 1)"],
     ),
     "focal": (focal, [MEAN]),
     "several": (
-        lambda net, part: 2 * error_of(net, part).mean() - 0.1 * F.cross_entropy(net["x"](part["x"]), part["classes"]),
+        lambda p: 2 * p.error.mean() - 0.1 * F.cross_entropy(p.scores, p.classes),
         [MEAN, "mean over count(batch['classes'] != -100)"],
     ),
-    "stacked": (lambda net, part: torch.stack([error_of(net, part).mean()] * 2).mean(), [MEAN]),
+    "stacked": (lambda p: torch.stack([p.error.mean()] * 2).mean(), [MEAN]),
     "in place": (added_in_place, [MEAN]),
     "penalty": (with_penalty, [MEAN]),
-    "learned weight": (
-        lambda net, part: error_of(net, part).mean() * net["x"][0].bias[0].exp() - net["x"][0].bias[0],
-        [MEAN],
-    ),
+    "learned weight": (lambda p: p.error.mean() * p.net["x"][0].bias[0].exp() - p.net["x"][0].bias[0], [MEAN]),
     "checked": (checked, [MEAN]),
     "shown beside": (shown_beside, [MEAN]),
     "distribution": (by_distribution, [MEAN]),
@@ -264,17 +254,19 @@ def test_heads_that_are_known(name):
     assert len(seen.examples) == 2, "with noise too"
     net, other = model().eval(), batch(padded=6)
     parts = balanced_parts(other, 3)
-    total = sum(w * float(step(net, part).detach()) for w, part in zip(weights.of(other, parts), parts, strict=True))
-    assert total == pytest.approx(float(step(net, other).detach()), rel=1e-5)
+    total = sum(
+        w * float(step(Part(net, part)).detach()) for w, part in zip(weights.of(other, parts), parts, strict=True)
+    )
+    assert total == pytest.approx(float(step(Part(net, other)).detach()), rel=1e-5)
 
 
-def by_item(net: Any, part: Any) -> Tensor:
-    return (error_of(net, part) * part["mask"]).sum() / max(1, int(part["mask"].sum()))
+def by_item(p: Part) -> Tensor:
+    return (p.error * p.mask).sum() / max(1, int(p.mask.sum()))
 
 
-def by_branch(net: Any, part: Any) -> Tensor:
-    loss = error_of(net, part).mean()
-    return loss + net["x"](part["x"]).mean() if bool(part["mask"].any()) else loss
+def by_branch(p: Part) -> Tensor:
+    loss = p.error.mean()
+    return loss + p.scores.mean() if bool(p.mask.any()) else loss
 
 
 def divided_by(error: Tensor, mean: Tensor) -> Tensor:
@@ -285,142 +277,75 @@ INFLUENCE = "samples of a batch influence one another"
 BY_BATCH = "`div` (test_losses.py:"
 READ = "depends on values of the batch that are read"
 UNKNOWN: dict[str, tuple[Step, str]] = {
-    "clamped count": (
-        lambda net, part: error_of(net, part).sum() / (part["mask"] > 0).sum().clamp(min=1),
-        BY_BATCH,
-    ),
+    "clamped count": (lambda p: p.error.sum() / (p.mask > 0).sum().clamp(min=1), BY_BATCH),
     "items": (by_item, READ),
-    "numpy": (lambda net, part: error_of(net, part).sum() / float(part["mask"].numpy().sum()), READ),
-    "list": (lambda net, part: error_of(net, part).sum() / sum(map(sum, part["mask"].tolist())), READ),
+    "numpy": (lambda p: p.error.sum() / float(p.mask.numpy().sum()), READ),
+    "list": (lambda p: p.error.sum() / sum(map(sum, p.mask.tolist())), READ),
     "branch": (by_branch, READ),
-    "counted by numpy": (
-        lambda net, part: error_of(net, part).sum() / max(1, int(numpy.count_nonzero(part["mask"].numpy()))),
-        READ,
-    ),
-    "counted in a list": (
-        lambda net, part: error_of(net, part).sum() / max(1, sum(v != 0 for v in part["mask"][:, 0].tolist())),
-        READ,
-    ),
-    "where": (lambda net, part: error_of(net, part).sum() / max(1, torch.where(part["mask"] > 0)[0].numel()), READ),
-    "rows": (lambda net, part: error_of(net, part).sum() / max(1, (part["mask"] > 0).nonzero().shape[0]), READ),
-    "rows chosen": (lambda net, part: error_of(net, part).sum() / len(part["x"][part["mask"][:, 0] > 0]), READ),
-    "kinds": (lambda net, part: error_of(net, part).sum() / torch.unique(part["mask"]).numel(), READ),
-    "masked rows": (
-        lambda net, part: error_of(net, part).sum() / max(1, part["mask"].masked_select(part["mask"] > 2).numel()),
-        READ,
-    ),
-    "texts": (
-        lambda net, part: error_of(net, part).sum() / max(1, sum(len(t) > 11 for t in part["texts"])),
-        READ,
-    ),
-    "words": (
-        lambda net, part: error_of(net, part).sum() / sum(len(t.split()) for t in part["texts"]),
-        "is divided by a number that is neither",
-    ),
-    "chosen": (lambda net, part: error_of(net, part)[part["mask"] > 0].mean(), "values that `index`"),
-    "selected": (
-        lambda net, part: torch.masked_select(error_of(net, part), part["mask"] > 0).mean(),
-        "values that `masked_select`",
-    ),
-    "by numbers": (
-        lambda net, part: error_of(net, part)[part["mask"][:, 0].nonzero()[:, 0]].mean(),
-        "values that `nonzero`",
-    ),
+    "counted by numpy": (lambda p: p.error.sum() / max(1, int(numpy.count_nonzero(p.mask.numpy()))), READ),
+    "counted in a list": (lambda p: p.error.sum() / max(1, sum(v != 0 for v in p.mask[:, 0].tolist())), READ),
+    "where": (lambda p: p.error.sum() / max(1, torch.where(p.mask > 0)[0].numel()), READ),
+    "rows": (lambda p: p.error.sum() / max(1, (p.mask > 0).nonzero().shape[0]), READ),
+    "rows chosen": (lambda p: p.error.sum() / len(p.x[p.mask[:, 0] > 0]), READ),
+    "kinds": (lambda p: p.error.sum() / torch.unique(p.mask).numel(), READ),
+    "masked rows": (lambda p: p.error.sum() / max(1, p.mask.masked_select(p.mask > 2).numel()), READ),
+    "texts": (lambda p: p.error.sum() / max(1, sum(len(t) > 11 for t in p.texts)), READ),
+    "words": (lambda p: p.error.sum() / sum(len(t.split()) for t in p.texts), "is divided by a number that is neither"),
+    "chosen": (lambda p: p.error[p.mask > 0].mean(), "values that `index`"),
+    "selected": (lambda p: torch.masked_select(p.error, p.mask > 0).mean(), "values that `masked_select`"),
+    "by numbers": (lambda p: p.error[p.mask[:, 0].nonzero()[:, 0]].mean(), "values that `nonzero`"),
     "class weights": (
-        lambda net, part: F.cross_entropy(net["x"](part["x"]), part["classes"], torch.ones(CLASSES)),
+        lambda p: F.cross_entropy(p.scores, p.classes, torch.ones(CLASSES)),
         "is a mean by class weights",
     ),
     "labels left out": (
-        lambda net, part: F.cross_entropy(
-            net["x"](part["x"]), part["classes"].masked_fill(part["mask"][:, 0] < 1, -100)
-        ),
+        lambda p: F.cross_entropy(p.scores, p.classes.masked_fill(p.mask[:, 0] < 1, -100)),
         "computed by `masked_fill`",
     ),
-    "exp": (lambda net, part: error_of(net, part).mean().exp(), "it goes through `exp`"),
-    "root": (lambda net, part: error_of(net, part).mean().sqrt(), "it goes through `sqrt`"),
-    "product": (lambda net, part: error_of(net, part).mean() * net["x"](part["x"]).mean(), "multiplies two values"),
-    "largest": (lambda net, part: error_of(net, part).max(), "it goes through `max`"),
-    "hardest": (lambda net, part: error_of(net, part).mean(1).topk(2).values.mean(), "it goes through `topk`"),
-    "one sample": (lambda net, part: error_of(net, part).mean() + net["x"](part["x"])[0, 0], "some of the samples"),
-    "mean and sum": (lambda net, part: error_of(net, part).mean() + error_of(net, part).sum(), "a mean and a sum"),
-    "sum and penalty": (
-        lambda net, part: error_of(net, part).sum() + net["x"][0].weight.square().sum(),
-        "the same for each micro-batch",
-    ),
+    "exp": (lambda p: p.error.mean().exp(), "it goes through `exp`"),
+    "root": (lambda p: p.error.mean().sqrt(), "it goes through `sqrt`"),
+    "product": (lambda p: p.error.mean() * p.scores.mean(), "multiplies two values"),
+    "largest": (lambda p: p.error.max(), "it goes through `max`"),
+    "hardest": (lambda p: p.error.mean(1).topk(2).values.mean(), "it goes through `topk`"),
+    "one sample": (lambda p: p.error.mean() + p.scores[0, 0], "some of the samples"),
+    "mean and sum": (lambda p: p.error.mean() + p.error.sum(), "a mean and a sum"),
+    "sum and penalty": (lambda p: p.error.sum() + p.net["x"][0].weight.square().sum(), "the same for each micro-batch"),
     "shares of classes": (
-        lambda net, part: F.binary_cross_entropy_with_logits(
-            net["x"](part["x"]), part["mask"], pos_weight=(part["mask"] == 0).sum() / (part["mask"] == 1).sum()
+        lambda p: F.binary_cross_entropy_with_logits(
+            p.scores, p.mask, pos_weight=(p.mask == 0).sum() / (p.mask == 1).sum()
         ),
         "in `sum` (test_losses.py",
     ),
     "weights of mean 1": (
-        lambda net, part: F.binary_cross_entropy_with_logits(
-            net["x"](part["x"]), part["mask"], part["mask"] / part["mask"].mean()
-        ),
+        lambda p: F.binary_cross_entropy_with_logits(p.scores, p.mask, p.mask / p.mask.mean()),
         "in `mean` (test_losses.py",
     ),
-    "weighted by a mean": (
-        lambda net, part: (error_of(net, part) * part["mask"] / part["mask"].mean()).mean(),
-        "in `mean` (test_losses.py",
-    ),
-    "weighted by the largest": (
-        lambda net, part: (error_of(net, part) * part["mask"] / part["mask"].max()).mean(),
-        "in `max` (test_losses.py",
-    ),
+    "weighted by a mean": (lambda p: (p.error * p.mask / p.mask.mean()).mean(), "in `mean` (test_losses.py"),
+    "weighted by the largest": (lambda p: (p.error * p.mask / p.mask.max()).mean(), "in `max` (test_losses.py"),
     "by a share": (
-        lambda net, part: (error_of(net, part) / (part["mask"] > 0).float().mean().clamp(min=0.1)).mean(),
+        lambda p: (p.error / (p.mask > 0).float().mean().clamp(min=0.1)).mean(),
         "in `mean` (test_losses.py",
     ),
-    "added inside": (
-        lambda net, part: (
-            error_of(net, part) + (net["x"](part["x"]) * part["mask"]).sum() / part["mask"].sum()
-        ).mean(),
-        "in `sum` (test_losses.py",
-    ),
-    "by itself": (lambda net, part: divided_by(error_of(net, part), error_of(net, part).detach().mean()), INFLUENCE),
+    "added inside": (lambda p: (p.error + (p.scores * p.mask).sum() / p.mask.sum()).mean(), "in `sum` (test_losses.py"),
+    "by itself": (lambda p: divided_by(p.error, p.error.detach().mean()), INFLUENCE),
     "advantages": (
-        lambda net, part: (
-            error_of(net, part).mean() + (net["x"](part["x"]) * (part["wanted"] - part["wanted"].mean())).mean()
-        ),
+        lambda p: p.error.mean() + (p.scores * (p.wanted - p.wanted.mean())).mean(),
         "in `mean` (test_losses.py",
     ),
-    "normalised": (
-        lambda net, part: (
-            error_of(net, part) * (part["wanted"] - part["wanted"].mean(0)) / part["wanted"].std(0)
-        ).mean(),
-        INFLUENCE,
-    ),
-    "read inside": (
-        lambda net, part: (error_of(net, part) * part["mask"] / float(part["mask"].mean())).mean(),
-        READ,
-    ),
-    "softmax of samples": (
-        lambda net, part: (error_of(net, part).mean(1) * part["wanted"].mean(1).softmax(0)).sum(),
-        "in `_softmax`",
-    ),
-    "running sum": (lambda net, part: (error_of(net, part) * part["mask"].cumsum(0)).sum(), "in `cumsum`"),
-    "ranks": (lambda net, part: (error_of(net, part).mean(1).sort().values * 0.5).mean(), "in `sort`"),
-    "neighbours": (
-        lambda net, part: (net["x"](part["x"])[1:] - net["x"](part["x"])[:-1]).square().sum(),
-        "in `slice`",
-    ),
-    "others": (lambda net, part: (net["x"](part["x"]) - part["wanted"][part["x"][:, 0].argsort()]).mean(), INFLUENCE),
+    "normalised": (lambda p: (p.error * (p.wanted - p.wanted.mean(0)) / p.wanted.std(0)).mean(), INFLUENCE),
+    "read inside": (lambda p: (p.error * p.mask / float(p.mask.mean())).mean(), READ),
+    "softmax of samples": (lambda p: (p.error.mean(1) * p.wanted.mean(1).softmax(0)).sum(), "in `_softmax`"),
+    "running sum": (lambda p: (p.error * p.mask.cumsum(0)).sum(), "in `cumsum`"),
+    "ranks": (lambda p: (p.error.mean(1).sort().values * 0.5).mean(), "in `sort`"),
+    "neighbours": (lambda p: (p.scores[1:] - p.scores[:-1]).square().sum(), "in `slice`"),
+    "others": (lambda p: (p.scores - p.wanted[p.x[:, 0].argsort()]).mean(), INFLUENCE),
     "pairs": (
-        lambda net, part: (net["x"](part["x"])[:, None] - part["wanted"][None]).square().mean(),
+        lambda p: (p.scores[:, None] - p.wanted[None]).square().mean(),
         "neither the same for all batches nor grows with the samples",
     ),
-    "batch statistics": (
-        lambda net, part: F.batch_norm(net["x"](part["x"]), None, None, training=True).square().mean(),
-        "batch_norm",
-    ),
-    "in a matrix": (
-        lambda net, part: (part["wanted"].T @ net["x"](part["x"])).square().mean(),
-        "it goes through `pow`",
-    ),
-    "window": (
-        lambda net, part: torch.cat([error_of(net, part).mean(1)[:2].mean()[None]]).sum(),
-        "`slice` (test_losses.py",
-    ),
+    "batch statistics": (lambda p: F.batch_norm(p.scores, None, None, training=True).square().mean(), "batch_norm"),
+    "in a matrix": (lambda p: (p.wanted.T @ p.scores).square().mean(), "it goes through `pow`"),
+    "window": (lambda p: torch.cat([p.error.mean(1)[:2].mean()[None]]).sum(), "`slice` (test_losses.py"),
 }
 
 
@@ -435,8 +360,8 @@ def test_other_heads_are_refused_by_name(name):
     assert text.endswith("or use microbatches=1")
 
 
-def contrasted(net: Any, part: Any) -> Tensor:
-    features = net["x"](part["x"])
+def contrasted(p: Part) -> Tensor:
+    features = p.scores
     return F.cross_entropy(features @ features.T, torch.arange(len(features)))
 
 
@@ -448,9 +373,9 @@ def test_samples_that_influence_one_another_are_refused():
 def test_what_is_the_same_only_for_samples_that_are_alike_is_refused():
     """Until layers return something else, all samples are the same."""
 
-    def varied(net: Any, part: Any) -> Tensor:
-        features = net["x"](part["x"])
-        return (features - part["wanted"]).square().mean() + (features - features.mean(0)).square().mean()
+    def varied(p: Part) -> Tensor:
+        features = p.scores
+        return (features - p.wanted).square().mean() + (features - features.mean(0)).square().mean()
 
     alike = {
         name: tensor[:1].expand(12, *tensor.shape[1:]) if isinstance(tensor, Tensor) and tensor.dim() else tensor
@@ -477,14 +402,14 @@ def test_noise_stays_within_what_layers_return():
     assert float(seen.examples[0].whole) != float(seen.examples[1].whole)
 
 
-def counted(net: Any, part: Any) -> Tensor:
+def counted(p: Part) -> Tensor:
     """RetinaNet's way."""
-    each = F.binary_cross_entropy_with_logits(net["x"](part["x"]), part["mask"], reduction="none")
-    return each.sum() / (part["mask"] > 0).sum().clamp(min=1)
+    each = F.binary_cross_entropy_with_logits(p.scores, p.mask, reduction="none")
+    return each.sum() / (p.mask > 0).sum().clamp(min=1)
 
 
-def masked(net: Any, part: Any) -> Tensor:
-    return (error_of(net, part) * part["mask"]).sum() / part["mask"].sum()
+def masked(p: Part) -> Tensor:
+    return (p.error * p.mask).sum() / p.mask.sum()
 
 
 @pytest.mark.parametrize(
@@ -493,8 +418,8 @@ def masked(net: Any, part: Any) -> Tensor:
         (counted, lambda part: (part["mask"] > 0).sum().clamp(min=1)),
         (masked, lambda part: float(part["mask"].sum())),
         (by_item, lambda part: max(1, int(part["mask"].sum()))),
-        (lambda net, part: error_of(net, part).mean(), "samples"),
-        (lambda net, part: error_of(net, part).sum(), "sum"),
+        (lambda p: p.error.mean(), "samples"),
+        (lambda p: p.error.sum(), "sum"),
     ],
 )
 def test_a_loss_weight_that_is_told(step, told):
@@ -502,9 +427,9 @@ def test_a_loss_weight_that_is_told(step, told):
     weights, _ = look(step, loss_weight=told)
     net, other = model(), batch(empty=8)
     parts = balanced_parts(other, 3)
-    losses = [float(step(net, part).detach()) for part in parts]
+    losses = [float(step(Part(net, part)).detach()) for part in parts]
     total = sum(weight * loss for weight, loss in zip(weights.of(other, parts), losses, strict=True) if weight)
-    assert total == pytest.approx(float(step(net, other).detach()), rel=1e-5)
+    assert total == pytest.approx(float(step(Part(net, other)).detach()), rel=1e-5)
 
 
 def test_a_loss_weight_that_does_not_fit_the_first_batch_is_refused():
@@ -546,7 +471,7 @@ def test_several_means_have_to_agree():
 def test_losses_without_a_value_are_weighed_by_their_operations():
     tokens = KNOWN["tokens"][0]
     for factor in (lambda: 1 + torch.rand(()), lambda: math.nan):
-        weights, seen = look(lambda net, part, factor=factor: tokens(net, part) * factor())
+        weights, seen = look(lambda p, factor=factor: tokens(p) * factor())
         assert list(map(str, weights.weightings)) == [LABELS]
         assert not seen.examples
 
@@ -562,9 +487,9 @@ def test_a_first_batch_of_one_sample_shows_nothing():
 
 
 def test_steps_that_cannot_be_followed_are_refused():
-    def step(net: Any, part: Any) -> Tensor:
+    def step(p: Part) -> Tensor:
         with torch.autograd.graph.disable_saved_tensors_hooks("not watched"):
-            return error_of(net, part).mean()
+            return p.error.mean()
 
     with pytest.raises(PipelineError, match=r"cannot be followed \(RuntimeError: not watched\).*loss_weight='samples'"):
         look(step)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.mechanisms.two_streams.layers import LinearKernels
 from retime.mechanisms.two_streams.sub_stream import CoreStream, Job
+from support.failing import FailsBackward
 from support.time_limits import limit_s
 
 NAME = "retime sub-stream"
@@ -166,16 +167,6 @@ def test_an_interrupt_while_the_main_thread_waits(shared_out: Callable[[Callable
     two_streams.remove()
     assert stopped == [2]
     assert_trained(model, trained(skip=2))
-
-
-class FailsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("in the middle of the backward pass")
 
 
 @pytest.mark.parametrize(("failing", "beside"), [(0, 14), (2, 12)])  # in step 0 two layers have their first gradient

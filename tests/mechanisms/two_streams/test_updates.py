@@ -16,6 +16,7 @@ from retime import declare_per_parameter
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.two_streams import TwoStreamBackward, TwoStreamReport
 from retime.mechanisms.two_streams.layers import LinearKernels
+from support.failing import FailsBackward
 from support.time_limits import limit_s
 
 STEPS = 6
@@ -337,16 +338,6 @@ def test_an_update_that_fails_on_the_second_thread(monkeypatch: pytest.MonkeyPat
     report = two_streams.report()
     two_streams.remove()
     assert report.updates == SPLIT * (STEPS - 2)
-
-
-class FailsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("in the middle of the backward pass")
 
 
 @declare_per_parameter
