@@ -47,7 +47,7 @@ def named_by_annotations() -> set[str]:
         for name in ast.walk(node.returns)
         if isinstance(name, ast.Name)
     }
-    return returned - {"Any"}  # of what stands above all strategies, or all objects of one door
+    return returned - {"Any", "_Report"}  # of what stands above all strategies, or all objects of one door
 
 
 def report_classes() -> dict[str, type]:

@@ -1,14 +1,12 @@
 """Fusion under bare DistributedDataParallel: accumulation, unused layers, bucket views, static graphs, guards."""
 
 import threading
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from retime.mechanisms.fusion.data_parallel import DataParallelFusion
+from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook
 from support.time_limits import limit_s
 from support.two_ranks import run_two_ranks
 
@@ -18,10 +16,22 @@ def test_two_ranks_keep_the_bits_of_plain_ddp() -> None:
         assert f"rank {number}: same bits" in rank.stdout, rank.stderr
 
 
+class WithoutModel(ReductionHook):
+    """Reduces nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def join(self, fusion: DataParallelFusion) -> None:
+        pass
+
+    def leave(self, fusion: DataParallelFusion) -> None:
+        pass
+
+
 def test_a_step_is_abandoned_behind_the_update_that_another_thread_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = nn.Parameter(torch.ones(2))
-    reduction: Any = SimpleNamespace(join=lambda fusion: None, leave=lambda fusion: None)
-    fusion = DataParallelFusion(torch.optim.SGD([parameter], 0.1), reduction)
+    fusion = DataParallelFusion(torch.optim.SGD([parameter], 0.1), WithoutModel())
     at_it, may_go_on = threading.Event(), threading.Event()
 
     def step(window: object, parameters: list[torch.Tensor]) -> None:
