@@ -308,7 +308,7 @@ class OffloadedTensor:
     def __init__(self, storage: OffloadedStorage, tensor: Tensor) -> None:
         self.storage = storage
         self.window = Window.of(tensor)
-        self._version = version_of(tensor)
+        self._first_version = version_of(tensor)
         self._what = f"{tensor.type()} {list(tensor.shape)}" if not isinstance(tensor, FakeTensor) else ""
         self._counter: Tensor | None = None
         if self._what:
@@ -322,8 +322,8 @@ class OffloadedTensor:
         Raises:
             RuntimeError: it was.
         """
-        if self._counter is not None and version_of(self._counter) != self._version:
-            raise _edited(self._what, version_of(self._counter), self._version)
+        if self._counter is not None and version_of(self._counter) != self._first_version:
+            raise _edited(self._what, version_of(self._counter), self._first_version)
 
 
 # Brings offloaded storages back for backward passes, some of them ahead of their use.
