@@ -303,7 +303,7 @@ class OffloadedStorage:
 class OffloadedTensor:
     """A saved tensor whose storage goes to the host: it keeps the counter of the tensor's versions, not its storage."""
 
-    __slots__ = ("_counter", "_version", "_what", "storage", "window")
+    __slots__ = ("_counter", "_first_version", "_what", "storage", "window")
 
     def __init__(self, storage: OffloadedStorage, tensor: Tensor) -> None:
         self.storage = storage
