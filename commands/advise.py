@@ -26,7 +26,7 @@ import ast
 import inspect
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,6 +106,10 @@ class Row:
     report: str = ""
     notes: list[str] = field(default_factory=list)
     confirmed: bool = False
+
+    def hear(self, answer: Mapping[str, Any]) -> None:
+        """Take over what the method has said and reported so far."""
+        self.why, self.notes, self.report = no_effect(answer["said"]), notes_of(answer["said"]), answer["report"]
 
     def judge(self) -> None:
         """By the quartiles."""
@@ -443,10 +447,11 @@ class _Measuring:
     def _rounds(self, base: Running, other: Running, limit: Limit, row: Row) -> tuple[list[float], list[float]]:
         """The medians of blocks in turns; what the method says goes into the row."""
         answer, done = settled(other, row.method.warm_steps, limit)
-        row.why, row.notes, row.report = no_effect(answer["said"]), notes_of(answer["said"]), answer["report"]
+        row.hear(answer)
+        before, after = in_turns(base, other, limit, _ROUNDS)
+        row.hear(other.steps(limit, 1))  # of what took itself off meanwhile, too
         if done < row.method.warm_steps:
             row.notes.append(f"it settles after {row.method.warm_steps} steps; {done} ran in half of --seconds")
-        before, after = in_turns(base, other, limit, _ROUNDS)
         row.peak_bytes = max(peak for _, peak in after)
         return [ms for ms, _ in before], [ms for ms, _ in after]
 

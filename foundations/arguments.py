@@ -103,6 +103,11 @@ def is_checkable(hint: Any) -> bool:
     )
 
 
+def _is_alike(value: Any, choice: Any) -> bool:
+    """Whether a value is of a choice's kind: a text of numpy's is one too, True is no 1."""
+    return isinstance(value, type(choice)) and isinstance(value, bool) == isinstance(choice, bool)
+
+
 def accepts(value: Any, hint: Any, *, bounds: bool = True) -> bool:
     """Whether an argument with this annotation may have the value; without ``bounds`` only its type counts."""
     if not is_checkable(hint):
@@ -113,10 +118,8 @@ def accepts(value: Any, hint: Any, *, bounds: bool = True) -> bool:
     if hint is None or hint is type(None):
         return value is None
     if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if bounds:
-            return any(value == choice and type(value) is type(choice) for choice in choices)
-        return any(type(value) is type(choice) for choice in choices)
+        alike = [choice for choice in typing.get_args(hint) if _is_alike(value, choice)]
+        return value in alike if bounds else bool(alike)
     if hint is float:
         fits = _is_number(value)
     elif hint is int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 
@@ -44,15 +44,23 @@ class _Layer:
                 own[self._name] = top._own
 
 
-@contextmanager
-def layered_methods(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
+class _Layers(AbstractContextManager[None]):
+    def __init__(self, owner: object, methods: dict[str, Callable[..., Any]]) -> None:
+        self._owner, self._methods = owner, methods
+        self._layers: list[_Layer] = []
+
+    def __enter__(self) -> None:
+        self._layers = [_Layer(self._owner, name, method) for name, method in self._methods.items()]
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._layers:
+            layer.take_out()
+
+
+def layered_methods(owner: object, **methods: Callable[..., Any]) -> AbstractContextManager[None]:
     """While open, ``owner`` has these methods in front of those it had, which they may call.
 
-    Unlike with :func:`replaced_attributes`, several of these may be closed in any order.
+    Unlike with :func:`replaced_attributes`, several of these may be closed in any order. One that is never closed stays
+    open, whoever entered it is gone or not, and an owner is copied together with its layers.
     """
-    layers = [_Layer(owner, name, method) for name, method in methods.items()]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.take_out()
+    return _Layers(owner, methods)

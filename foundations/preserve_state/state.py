@@ -337,7 +337,7 @@ class SavedState:
 def preserve_state(
     model: nn.Module, step: Callable[[Any], Any] | None = None, *, tensors: Iterable[Tensor] = ()
 ) -> SavedState:
-    """Save the state, with the arguments of :class:`SavedState`, and put it back at the end of a context."""
+    """Save the state now, with the arguments of :class:`SavedState`, and put it back at the end of a context."""
     return SavedState(model, step, tensors=tensors)
 
 

@@ -174,7 +174,7 @@ class StepMemory:
             self._host = earlier._host
 
     def with_least(self, least: StepCosts, most_bytes: int | None = None) -> StepMemory:
-        """The same runs with a floor by other costs than the step's.
+        """The same runs with a floor by other costs than the step's, in place of this object, which is used no more.
 
         Args:
             least: what the floor's plan needs beside its tensors, measured for it; see :func:`least_costs`.
@@ -186,7 +186,7 @@ class StepMemory:
         return twin
 
     def with_costs(self, costs: StepCosts) -> StepMemory:
-        """The same runs and the same floor with other costs, once they have been measured."""
+        """The same runs and floor with other costs, once they are measured, in place of this object."""
         twin = copy.copy(self)
         twin.costs = costs
         return twin

@@ -312,8 +312,9 @@ class Workers:
     def stop(self) -> None:
         """Let the threads end, those at work behind their task."""
         self._is_stopped = True
-        while self._idle:
-            self._idle.pop().put(None)
+        with suppress(IndexError):  # threads take themselves from the list too
+            while True:
+                self._idle.pop().put(None)
 
     def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
         while (task := inbox.get()) is not None:

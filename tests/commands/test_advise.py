@@ -38,6 +38,7 @@ class Fake:
     peaks: dict[str, int]
     said: dict[str, list[tuple[str, str]]]
     refused: dict[str, str]
+    silent_blocks = 0
     interrupt_at: str
     started: list[tuple[str, dict[str, Any], dict[str, str], int]]
     open = 0
@@ -50,7 +51,7 @@ class Fake:
         self.name = next((name for name, one in {"plain": PLAIN, "ddp": DDP, **METHODS}.items() if one == method), "")
         self.name = self.name or "{} {}".format(*next(iter(method.arguments.items())))
         Fake.started.append((self.name, request, environment, ranks))
-        self.is_busy, self._turns, self._kept = False, count(), bool(environment)
+        self.is_busy, self._turns, self._kept, self._blocks = False, count(), bool(environment), 0
         self._threads, self._fused = request["threads"], request["fused"]
         if self.name == Fake.interrupt_at:
             raise KeyboardInterrupt
@@ -64,7 +65,10 @@ class Fake:
         ms *= 1.0 if self._threads == 1 or self.name != "plain" else 1.2
         ms *= 1.0 if self._kept or self.name != "plain" else 1.1
         spans = [[[("forward", 0.0, ms / 3), ("backward", ms / 3, ms / 3), ("update", 2 * ms / 3, ms / 3)]] * 3]
-        said, peak = Fake.said.get(self.name, []), Fake.peaks.get(self.name, 100 * MIB)
+        said, peak = (
+            Fake.said.get(self.name, []) * (self._blocks >= Fake.silent_blocks),
+            Fake.peaks.get(self.name, 100 * MIB),
+        )
         answer = {"ms": [ms] * steps, "peak_bytes": peak, "said": said}
         return {**answer, "report": f"report of {self.name}", "spans": spans}
 
@@ -74,6 +78,7 @@ class Fake:
 
     def block(self, limit: Any, step_ms: float, **more: Any) -> tuple[float, int]:
         answer = self.steps(limit, 1, **more)
+        self._blocks += 1
         return answer["ms"][0], answer["peak_bytes"]
 
     def close(self) -> None:
@@ -83,7 +88,7 @@ class Fake:
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
     Fake.times, Fake.peaks, Fake.said, Fake.refused = {}, {}, {}, {}
-    Fake.interrupt_at, Fake.started = "none", []
+    Fake.silent_blocks, Fake.interrupt_at, Fake.started = 0, "none", []
     monkeypatch.setattr(advise, "Running", Fake)
     monkeypatch.setattr(advise.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(advise.torch, "get_num_threads", lambda: 2)
@@ -163,6 +168,14 @@ def test_without_effect_and_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert " ".join(said.split()).count(NOTHING) == 1
     assert "PipelineError: no list of layers" in said
     assert said.splitlines()[-1] == "Trainer()"
+
+
+def test_a_method_that_takes_itself_off_while_it_is_measured_has_no_effect(tmp_path: Path) -> None:
+    Fake.times, Fake.silent_blocks = {"ooo_single_device": 5.0}, 3
+    Fake.said = {"ooo_single_device": [("NoEffectWarning", "two streams do not pay here and are taken off")]}
+    _, whole, _ = run(tmp_path)
+    assert verdicts(whole)["ooo_single_device"] == "no effect"
+    assert whole["advised"] is None
 
 
 def test_ddp_that_does_not_run_leaves_the_others(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """Arguments as people have them: whole numbers of numpy's, and calls that Python itself would refuse."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from torch import nn
 
 import retime
+from retime.foundations.arguments import accepts
+from retime.foundations.parts import BatchNormChoice
 from retime.foundations.weight_gradients import WeightGradientDeferral
 
 
@@ -35,3 +37,11 @@ def test_numpys_numbers_are_checked() -> None:
 def test_calls_that_do_not_fit_name_the_function(arguments: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"fuse_optimizer\(\) (missing|got)"):
         retime.fuse_optimizer(**arguments)
+
+
+def test_a_choice_may_be_a_text_of_numpys() -> None:
+    assert accepts(np.str_("ghost"), BatchNormChoice)
+    assert not accepts(np.str_("spook"), BatchNormChoice)
+    assert not accepts(np.array(["ghost", "offload"]), BatchNormChoice)
+    assert not accepts(True, Literal[1, "n"])
+    assert not accepts(1, Literal[True, "n"])

@@ -136,4 +136,6 @@ def test_a_copied_trainer_fits_by_itself(tmp_path: Path) -> None:
         return module
 
     plain, ours = twin_of(), twin_of(retime.FuseOptimizer("backward"))
+    measured = twin_of(retime.PeakMemory(every_n_steps=1, log=False))  # in a batch that it measures
     assert torch.equal(plain.net.weight, ours.net.weight)
+    assert torch.equal(plain.net.weight, measured.net.weight)

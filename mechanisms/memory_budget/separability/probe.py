@@ -248,8 +248,9 @@ def _backward(loss: Tensor, targets: tuple[Tensor, ...]) -> tuple[Tensor | None,
 
 
 def first_line(error: Exception) -> str:
-    """Of what a step says where it fails, with the kind of error."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    """Of what a step says where it fails, with the kind of error; without "; ", behind which reports have advice."""
+    line = str(error).splitlines()[0] if str(error) else "no message"
+    return f"{type(error).__name__}: {line.replace('; ', ', ')}"
 
 
 def scalars_of(output: Any) -> dict[str, float]:

@@ -393,7 +393,7 @@ class ElementwiseJacobian(LayerJacobian):
 
     def __init__(self, layer: nn.Module, input_shape: torch.Size) -> None:
         if getattr(layer, "inplace", False):
-            raise UnknownJacobian("inplace=True: set inplace=False")
+            raise UnknownJacobian("it works in place; set inplace=False")
         self.pattern = CsrPattern.diagonal(input_shape.numel())
 
     def run(self, layer: nn.Module, inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -420,7 +420,7 @@ class ReshapeJacobian(LayerJacobian):
     def __init__(self, layer: nn.Module, input_shape: torch.Size) -> None:
         dimension = layer.start_dim if isinstance(layer, nn.Flatten) else getattr(layer, "dim", 1)
         if isinstance(layer, nn.Flatten | nn.Unflatten) and (not isinstance(dimension, int) or dimension < 1):
-            raise UnknownJacobian(f"it reshapes from dimension {dimension}: use 1 or more, 0 is the batch")
+            raise UnknownJacobian(f"it reshapes from dimension {dimension}, and 0 is the batch; use 1 or more")
         self.pattern = CsrPattern.diagonal(input_shape.numel())
 
     def saved(self, layer: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:

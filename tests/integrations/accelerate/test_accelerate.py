@@ -1,5 +1,6 @@
 """FusedOptimizer after Accelerator.prepare(): the loop stays, the bits stay."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -66,6 +67,15 @@ def test_norm_clipping_is_exact_forward_and_refused_backward() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain[0], ours[0], strict=True))
     with pytest.raises(RuntimeError, match=r"cannot clip by global norm.*mode='forward'"):
         train("backward", clip_norm=0.01)
+
+
+def test_norm_clipping_is_refused_by_an_object_that_nobody_kept() -> None:
+    accelerator, model, optimizer, loader, _ = prepared()
+    FusedOptimizer(accelerator, model, optimizer, "backward")
+    gc.collect()
+    accelerator.backward(model(next(iter(loader))[0]).square().mean())
+    with pytest.raises(RuntimeError, match="cannot clip by global norm"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def with_scaler(accelerator: Any, optimizer: Any) -> None:

@@ -163,8 +163,8 @@ class OwnLinear(nn.Linear):
         (nn.Linear(3, 2), (5, 3), r"input \(5, 3\) a sample, but it takes \(3,\)"),
         (nn.MaxPool2d(2), (4, 4), r"input \(4, 4\) a sample"),
         (nn.MaxPool2d(2, return_indices=True), (1, 4, 4), "return_indices=True: it has two outputs"),
-        (nn.Flatten(0), (3,), "from dimension 0: use 1 or more"),
-        (nn.LeakyReLU(inplace=True), (3,), "inplace=True: set inplace=False"),
+        (nn.Flatten(0), (3,), "from dimension 0, and 0 is the batch; use 1 or more"),
+        (nn.LeakyReLU(inplace=True), (3,), "it works in place; set inplace=False"),
     ],
 )
 def test_what_is_unknown_says_why(layer: nn.Module, shape: tuple[int, ...], reason: str) -> None:
