@@ -65,10 +65,8 @@ class Fake:
         ms *= 1.0 if self._threads == 1 or self.name != "plain" else 1.2
         ms *= 1.0 if self._kept or self.name != "plain" else 1.1
         spans = [[[("forward", 0.0, ms / 3), ("backward", ms / 3, ms / 3), ("update", 2 * ms / 3, ms / 3)]] * 3]
-        said, peak = (
-            Fake.said.get(self.name, []) * (self._blocks >= Fake.silent_blocks),
-            Fake.peaks.get(self.name, 100 * MIB),
-        )
+        said = Fake.said.get(self.name, []) * (self._blocks >= Fake.silent_blocks)
+        peak = Fake.peaks.get(self.name, 100 * MIB)
         answer = {"ms": [ms] * steps, "peak_bytes": peak, "said": said}
         return {**answer, "report": f"report of {self.name}", "spans": spans}
 
