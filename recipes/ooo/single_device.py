@@ -15,8 +15,8 @@ A process more has a bare loop: it records one step of either kind, kernel by ke
 two streams give away the weight gradients that those of the last fit did, or tried to.
 
 Durations: a case takes `processes` times allocators times (a start of about 10 s and 80 steps of each fit). On two
-cores that is about 27 minutes for `ooo_fig7` (MobileNet), as much for `ooo_fig7_more` (other networks), and about 21
-for `ooo_fig7_compiled` (four cases), which first compiles for a minute or so, once for each number of threads.
+cores that is about 36 minutes for `ooo_fig7` (MobileNet), as much for `ooo_fig7_more` (other networks), and about 40
+for `ooo_fig7_compiled` (four cases), which compiles each for a minute or so for each number of threads.
 """
 
 from __future__ import annotations
