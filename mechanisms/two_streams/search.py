@@ -261,10 +261,10 @@ class Search:
         """
         medians, plain = self.medians_ms(), self.best_plain()
         first = next(iter(medians))
-        others = [one for one in medians if (one.two_streams or one.graph) and self._is_faster(one, plain)]
+        others = [one for one in medians if (one.two_streams or one.graph) and self._is_faster(one, plain, LEAST_GAIN)]
         if others:
             return min(others, key=medians.__getitem__)
-        return plain if self._is_faster(plain, first) else first
+        return plain if self._is_faster(plain, first, LEAST_GAIN) else first
 
     def best_plain(self) -> Setting:
         """Return the fastest setting without two streams and graphs."""
@@ -274,12 +274,12 @@ class Search:
     def second_look(self) -> Setting:
         """Of a plain setting and one with two streams return the latter, unless it is slower in every round."""
         plain, two_streams = self.times_ms
-        return plain if self._is_faster(plain, two_streams, by=1.0) else two_streams
+        return plain if self._is_faster(plain, two_streams, 1.0) else two_streams
 
-    def _is_faster(self, setting: Setting, other: Setting, by: float | None = None) -> bool:
+    def _is_faster(self, setting: Setting, other: Setting, gain: float) -> bool:
         """Return whether it is in every round: what a busy machine does to one of them does not decide."""
         rounds = zip(self._rounds_ms(setting), self._rounds_ms(other), strict=True)
-        return all(other_ms >= (LEAST_GAIN if by is None else by) * ms for ms, other_ms in rounds)
+        return all(other_ms >= gain * ms for ms, other_ms in rounds)
 
     def _rounds_ms(self, setting: Setting) -> list[float]:
         times, counted = self.times_ms[setting], BLOCK_STEPS - 1

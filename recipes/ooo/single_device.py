@@ -34,7 +34,7 @@ import torch
 
 from retime.commands.advise_worker import FIRST_STEPS, METHODS, fit_in_turns
 from retime.commands.advise_worker import PLAIN as PLAIN_STEP
-from retime.foundations.measure import Spread, speedup, spread
+from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Worker, WorkerError, closing
 from retime.mechanisms.two_streams import TwoStreamReport
 from retime.recipes.core import charts
@@ -118,7 +118,7 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         if environments:
             tick("one step")
             ours = {f"{TWO_STREAMS}, {ALLOCATORS[name].label}": name for name in environments}
-            quickest = min(ours, key=lambda label: _median(times[label]))
+            quickest = min(ours, key=lambda label: statistics.median(times[label]))
             rows += _look(
                 settings,
                 request | {"layers": facts["layers"].get(quickest)},
@@ -283,15 +283,11 @@ def _allocator(label: str) -> str:
     return label.removeprefix(f"{TWO_STREAMS}, ")
 
 
-def _median(values: list[float]) -> float:
-    return spread(values).median
-
-
 def fastest(point: Point, kind: str, allocator: str | None = None) -> str | None:
     """The fastest variant of a kind (plain, compiled, two streams), of one allocator if it is given."""
     labels = [label for label in point.variants(STEP) if label.startswith(f"{kind}, ")]
     labels = [label for label in labels if allocator is None or label.endswith(f", {allocator}")]
-    return min(labels, key=lambda label: _median(point.values(label, STEP)), default=None)
+    return point.fastest(labels, STEP)
 
 
 def best_gain(point: Point, kind: str) -> tuple[str | None, str | None, Spread | None]:
@@ -299,17 +295,17 @@ def best_gain(point: Point, kind: str) -> tuple[str | None, str | None, Spread |
     ours, best = fastest(point, TWO_STREAMS), fastest(point, kind)
     if ours is None or best is None:
         return ours, best, None
-    return ours, best, speedup(point.values(best, STEP), point.values(ours, STEP))
+    return ours, best, point.speedup(best, ours, STEP)
 
 
 def gains(point: Point) -> dict[str, Spread]:
     """Two streams over the best plain step of the same allocator, by variant; the fastest allocator first."""
     found: dict[str, Spread] = {}
     ours = [label for label in point.variants(STEP) if label.startswith(TWO_STREAMS)]
-    for label in sorted(ours, key=lambda label: _median(point.values(label, STEP))):
+    for label in sorted(ours, key=lambda label: point.median(label, STEP)):
         best = fastest(point, PLAIN, _allocator(label))
         if best is not None:
-            found[label] = speedup(point.values(best, STEP), point.values(label, STEP))
+            found[label] = point.speedup(best, label, STEP)
     return found
 
 
