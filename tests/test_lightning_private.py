@@ -19,7 +19,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torchmetrics import MeanMetric
 
-from retime.foundations.torch_private import engine, missing
+from retime.foundations import torch_private as missing
+from retime.foundations.torch_private import engine
 from retime.integrations.accelerate.accelerate_private import (
     prepared_optimizers,
     prepared_schedulers,

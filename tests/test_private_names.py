@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retime.foundations.torch_private import missing
+from retime.foundations import torch_private as missing
 from support.private_canaries import canary
 from support.warm_start import run_program
 

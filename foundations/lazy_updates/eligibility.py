@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from retime.foundations.torch_private.optimizers import INIT_GROUP, global_step_hooks, step_hooks
+from retime.foundations.torch_private.nn_and_optim import INIT_GROUP, global_step_hooks, step_hooks
 
 # Replace one method of one optimizer object, and put it back.
 

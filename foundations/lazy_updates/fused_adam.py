@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from retime.foundations.torch_private.engine import without_dispatch_modes
-from retime.foundations.torch_private.optimizers import INIT_GROUP, foreach_add, fused_adam_kernel
+from retime.foundations.torch_private.nn_and_optim import INIT_GROUP, foreach_add, fused_adam_kernel
 
 _STEP = inspect.unwrap(Adam.step)
 _INIT_GROUP = inspect.unwrap(getattr(Adam, INIT_GROUP))  # torch.compile wraps it on first use

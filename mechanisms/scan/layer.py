@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.foundations.torch_private.layers import recurrent_kernels
+from retime.foundations.torch_private.nn_and_optim import recurrent_kernels
 from retime.mechanisms.scan.backward import Gradients, Saved, capturing, gradients_in_windows, ieee_products
 from retime.mechanisms.scan.cells import Weights
 from retime.mechanisms.scan.choice import choose_solver

@@ -24,7 +24,7 @@ from retime.foundations.torch_private.engine import (
     top_saved_tensors_hooks,
     will_execute,
 )
-from retime.foundations.torch_private.layers import backward_hooks, global_backward_hooks, own_parameters
+from retime.foundations.torch_private.nn_and_optim import backward_hooks, global_backward_hooks, own_parameters
 from retime.foundations.torch_private.tensors import base_of, post_accumulate_hooks, tensor_hooks, unsafe_view
 from retime.mechanisms.two_streams.updates import SubStreamFusion
 

@@ -13,7 +13,10 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizer_hooks
 
-from retime.foundations.torch_private import distributed, engine, layers, missing, optimizers
+from retime.foundations import torch_private as missing
+from retime.foundations.torch_private import distributed, engine
+from retime.foundations.torch_private import nn_and_optim as layers
+from retime.foundations.torch_private import nn_and_optim as optimizers
 from support.private_canaries import canary, dies
 
 
