@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from retime.foundations import native as library_module
+from retime.foundations import native as own_folder
 from retime.foundations.cpu_pool.pool import POOL, pool_library
-from retime.foundations.native import NoLibraryError, Source
-from retime.foundations.native import library as library_module
-from retime.foundations.native import library as own_folder
-from retime.foundations.native.library import OwnFolder
+from retime.foundations.native import NoLibraryError, OwnFolder, Source
 from retime.mechanisms.cpu_accumulation.shared_sums import SUMS
 from support.warm_start import run_program
 

@@ -1,4 +1,4 @@
-"""Machine code: from the wheel, or compiled once with the system's C++ compiler and kept."""
+"""C++ of our own: from the wheel, or compiled once with the system's compiler and kept; loaded with ctypes."""
 
 from __future__ import annotations
 
