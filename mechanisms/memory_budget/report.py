@@ -14,9 +14,8 @@ from typing import Any
 import psutil
 import torch
 
-from retime.foundations.messages import parse_bytes, show_bytes
+from retime.foundations.messages import Report, each_because, parse_bytes, show_bytes
 from retime.foundations.parts import Certificate
-from retime.foundations.reports import Report, each_because
 from retime.mechanisms.memory_budget.offload import OffloadReport
 from retime.mechanisms.memory_budget.search import PlanChoice
 

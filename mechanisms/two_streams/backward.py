@@ -18,8 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from retime.foundations.arguments import AtLeast, checked
-from retime.foundations.messages import because, parse_bytes, show_bytes, warn_difference, warn_no_effect
-from retime.foundations.reports import Report, each_because
+from retime.foundations.messages import (
+    Report,
+    because,
+    each_because,
+    parse_bytes,
+    show_bytes,
+    warn_difference,
+    warn_no_effect,
+)
 from retime.foundations.streams import has_streams
 from retime.foundations.torch_private.engine import dispatch_mode_count, graph_task_id, queue_callback
 from retime.foundations.torch_private.tensors import version_of
