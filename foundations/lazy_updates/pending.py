@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from retime.foundations.lazy_updates.eligibility import is_declared, raw_step
-from retime.foundations.lazy_updates.fused_adam import FusedAdam
+from retime.foundations.lazy_updates.optimizers import FusedAdam, is_declared, raw_step
 from retime.foundations.messages import parse_bytes
 from retime.foundations.torch_private.engine import has_compile_mark
 from retime.foundations.torch_private.nn_and_optim import foreach_classes

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from retime.foundations.lazy_updates import PartialOptimizer, fused_adam
-from retime.foundations.lazy_updates.eligibility import raw_step
-from retime.foundations.lazy_updates.fused_adam import FusedAdam, is_the_same_here
+from retime.foundations.lazy_updates import PartialOptimizer
+from retime.foundations.lazy_updates import optimizers as fused_adam
+from retime.foundations.lazy_updates.optimizers import FusedAdam, is_the_same_here, raw_step
 
 SHAPES = ((5, 7), (3,), (2, 2, 2))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from retime import declare_per_parameter, fuse_optimizer
-from retime.foundations.lazy_updates import eligibility
+from retime.foundations.lazy_updates import optimizers as eligibility
 from support.fusion import Run, assert_same, both, network, train
 
 MODES = pytest.mark.parametrize("mode", ["backward", "forward"])
