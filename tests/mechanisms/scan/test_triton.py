@@ -12,18 +12,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from retime.mechanisms.scan import (
-    CostModel,
-    check_solver,
-    choice,
-    choose_solver,
-    parse_solver,
-    set_cost_model,
-    triton_launch,
-)
+from retime.mechanisms.scan import CostModel, check_solver, choose_solver, parse_solver, set_cost_model, triton_launch
+from retime.mechanisms.scan import solvers as choice
 from retime.mechanisms.scan import solvers as solver_module
-from retime.mechanisms.scan.choice import CUDA
-from retime.mechanisms.scan.solvers import TritonChunk
+from retime.mechanisms.scan.solvers import CUDA, TritonChunk
 from retime.modules import ScanGRU
 from support.scan import make_case
 
