@@ -25,9 +25,8 @@ from retime.foundations.torch_private.distributed import COLLECTIVE_NAMESPACES, 
 from retime.foundations.torch_private.engine import TorchDispatchMode
 from retime.foundations.torch_private.nn_and_optim import BatchNormBase
 from retime.mechanisms.memory_budget.offload import HostTier
-from retime.mechanisms.memory_budget.path_changes import warn_of_no_plan
 from retime.mechanisms.memory_budget.planner import Step
-from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.report import PlannedShape, warn_of_no_plan
 from retime.mechanisms.memory_budget.step import BudgetedStep, ExecutionMode, NoLossError
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 
