@@ -19,7 +19,6 @@ from retime.mechanisms.memory_budget.dry_run import (
     replay,
     task_graph,
 )
-from retime.mechanisms.memory_budget.first_steps import DryRuns
 from retime.mechanisms.memory_budget.offload import (
     HostDisk,
     HostError,
@@ -34,7 +33,7 @@ from retime.mechanisms.memory_budget.offload import (
     parse_host,
 )
 from retime.mechanisms.memory_budget.plan_files import read_plans, write_plans
-from retime.mechanisms.memory_budget.planner import StepPlanner
+from retime.mechanisms.memory_budget.planner import DryRuns, StepPlanner
 from retime.mechanisms.memory_budget.report import (
     AnotherPath,
     BudgetReport,

@@ -18,10 +18,9 @@ from retime.foundations.parts import Certificate, Split, key_of, name_of, part_l
 from retime.foundations.preserve_state import CompiledCode
 from retime.foundations.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory_budget.dry_run import everything
-from retime.mechanisms.memory_budget.first_steps import FirstSteps
 from retime.mechanisms.memory_budget.offload import HostTier, OffloadReport, OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory_budget.plan_files import GivenPlans, plans_in, state_of
-from retime.mechanisms.memory_budget.planner import Step, StepPlanner
+from retime.mechanisms.memory_budget.planner import FirstSteps, Step, StepPlanner
 from retime.mechanisms.memory_budget.report import (
     BudgetReport,
     GraphPaths,

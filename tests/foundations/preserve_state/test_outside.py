@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import retime.mechanisms.memory_budget.first_steps as first_steps
+import retime.mechanisms.memory_budget.planner as first_steps
 from retime.foundations.preserve_state.outside import ValueReadError
 from retime.foundations.preserve_state.stand_ins import ScratchModel
 from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep, profile_step, take
