@@ -41,8 +41,7 @@ from retime.mechanisms.two_streams.search import (
     settings_for,
     with_layers,
 )
-from retime.mechanisms.two_streams.sub_stream import Job, SubStream, sub_stream_of
-from retime.mechanisms.two_streams.updates import SubStreamFusion, add_gradient
+from retime.mechanisms.two_streams.sub_stream import Job, SubStream, SubStreamFusion, add_gradient, sub_stream_of
 
 STEPS_TO_SEE = 3
 """In the first step gradients stay in order, in the second hooks are seen; with the third it is known what waits."""

@@ -26,7 +26,7 @@ from retime.foundations.torch_private.engine import (
 )
 from retime.foundations.torch_private.nn_and_optim import backward_hooks, global_backward_hooks, own_parameters
 from retime.foundations.torch_private.tensors import base_of, post_accumulate_hooks, tensor_hooks, unsafe_view
-from retime.mechanisms.two_streams.updates import SubStreamFusion
+from retime.mechanisms.two_streams.sub_stream import SubStreamFusion
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NODES_OF_A_LAYER = 32
