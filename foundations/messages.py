@@ -76,6 +76,8 @@ def show_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+# The two warnings.
+
 _LIBRARIES = (
     *("retime", "torch", "torchmetrics", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
     *("accelerate", "transformers", "hydra", "jsonargparse", "pluggy", "_pytest", "pytest"),
@@ -145,6 +147,8 @@ def _module_of(frame: types.FrameType) -> str:
     name: str = frame.f_globals.get("__name__", "")
     return getattr(frame.f_globals.get("__spec__"), "name", name) if name == "__main__" else name
 
+
+# What every ``report()`` returns.
 
 COLUMNS = 100
 """A printed line has at most so many characters."""

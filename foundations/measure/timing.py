@@ -211,6 +211,9 @@ class StepTimer:
             stretch.last_gradient = self._clock.mark(stretch.last_gradient)
 
 
+# What each layer of a network costs on this core.
+
+
 @dataclass(frozen=True)
 class LayerTimes:
     """What one layer costs: milliseconds of forward (F), output gradient (O), weight gradient (W); gradient bytes."""
@@ -290,6 +293,9 @@ def _median_ms(work: Callable[[], Any], repeats: int) -> float:
         work()
         times.append((time.perf_counter() - started) * 1e3)
     return round(statistics.median(times), 4)
+
+
+# What rounds of a measurement come to: median and quartiles, of values or of ratios inside of each round.
 
 
 @dataclass(frozen=True)

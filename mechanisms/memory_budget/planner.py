@@ -330,6 +330,8 @@ def _note(memory: StepMemory, *more: str) -> str:
     return "; ".join(filter(None, (memory.note, *unknown, *more)))
 
 
+# The first step of each shape, trained for real while it is counted, so that nothing has to be tried out before it.
+
 DryRuns = Literal["auto", "off"]
 COUNTED = "counted while the first step was trained, without a dry run"
 AFTER = "made from what the first step saved and held, without a dry run"

@@ -242,6 +242,9 @@ def sub_stream_of(device: torch.device, threads: int) -> SubStream:
     return DeviceStream(device) if has_streams(device) else CoreStream(threads)
 
 
+# Updates on the sub-stream, each right behind its weight gradient.
+
+
 class TwoStreams(Protocol):
     """What asks a fusion of each weight gradient that goes to the sub-stream."""
 
