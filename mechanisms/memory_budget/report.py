@@ -1,6 +1,6 @@
-"""What a memory budget says: what it decided and did, to print and to keep in a checkpoint; and changes.
+"""What a memory budget says: what it decided and did, to print and to keep in a checkpoint; and its warnings.
 
-Changes are those of batches, or of the path that they take through the model, while training goes on.
+They come when batches, or the path that they take through the model, change while training goes on.
 """
 
 from __future__ import annotations
