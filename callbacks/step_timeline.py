@@ -48,7 +48,7 @@ class StepTimeline(PhaseCallback[StepTimer]):
         page: write ``epoch-<epoch>-step-<step>.html``, a page with the step to zoom into, which needs no other file.
 
     Attributes:
-        timings: one :class:`~retime.foundations.measure.step_timer.StepTiming` a measured step.
+        timings: one :class:`~retime.foundations.measure.timing.StepTiming` a measured step.
         files: the pictures, traces and pages written by this process.
 
     Raises:

@@ -53,7 +53,7 @@ CONTENTS = {
         "CHANGELOG",
     ],
     "Foundations": [
-        *(f"foundations/{name}/README" for name in ("ddp", "lazy_updates", "measure", "native", "torch_private")),
+        *(f"foundations/{name}/README" for name in ("ddp", "lazy_updates", "measure", "torch_private")),
         "foundations/weight_gradients/README",
     ],
 }

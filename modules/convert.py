@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from retime.foundations.arguments import checked
-from retime.foundations.messages import warn_no_effect
-from retime.foundations.reports import Report
-from retime.foundations.torch_private.layers import flat_weights
+from retime.foundations.messages import Report, warn_no_effect
+from retime.foundations.torch_private.nn_and_optim import flat_weights
 from retime.mechanisms.scan import Solver, check_solver
 from retime.modules.obstacles import PLAIN, SCANS, obstacles
 from retime.modules.recurrent import ScanRecurrent

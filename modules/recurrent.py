@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.torch_private.layers import (
+from retime.foundations.torch_private.nn_and_optim import (
     FLAT_WEIGHTS,
     FLAT_WEIGHTS_NAMES,
     flat_weights,

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from retime.foundations.arguments import AtLeast, checked
-from retime.foundations.messages import warn_no_effect
-from retime.foundations.reports import Report
-from retime.foundations.torch_private.layers import backward_hooks, forward_hooks, forward_pre_hooks
+from retime.foundations.messages import Report, warn_no_effect
+from retime.foundations.torch_private.nn_and_optim import backward_hooks, forward_hooks, forward_pre_hooks
 from retime.mechanisms.scan import JacobianScan, LayerJacobian, UnknownJacobian, jacobian_of
 
 

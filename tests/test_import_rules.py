@@ -40,7 +40,7 @@ WITHOUT_FACE = {"foundations/torch_private"}
 """Rooms whose files are imported directly, as each is about one part of torch."""
 FLOORS = (
     {"arguments", "compatibility", "messages", "native", "patching", "streams", "torch_private", "workers"},
-    {"lazy_updates", "measure", "reports", "storages"},
+    {"lazy_updates", "measure", "storages"},
     {"cpu_pool", "ddp", "parts", "weight_gradients"},
     {"preserve_state"},
 )

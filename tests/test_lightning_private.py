@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torchmetrics import MeanMetric
 
-from retime.foundations.torch_private import engine, missing
+from retime.foundations.torch_private import PrivateNameError, engine
 from retime.integrations.accelerate.accelerate_private import (
     prepared_optimizers,
     prepared_schedulers,
@@ -287,7 +287,7 @@ def test_accelerate_knows_the_schedulers_that_it_prepared():
 def test_a_private_attribute_that_is_gone_names_the_feature():
     strategy = DDPStrategy()
     del strategy._ddp_kwargs
-    with pytest.raises(missing.PrivateNameError, match="'_ddp_kwargs', which ooo_ddp"):
+    with pytest.raises(PrivateNameError, match="'_ddp_kwargs', which ooo_ddp"):
         lightning_private.ddp_options(strategy)
 
 

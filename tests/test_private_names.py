@@ -6,37 +6,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from retime.foundations.torch_private import missing
+from retime.foundations.torch_private import PrivateNameError, attribute, needed_by, read_private, write_private
 from support.private_canaries import canary
 from support.warm_start import run_program
 
 
 def test_a_name_that_is_gone_raises_with_the_feature():
-    with (
-        pytest.raises(missing.PrivateNameError, match=r"_gone.*, which dancing needs"),
-        missing.needed_by("dancing"),
-    ):
+    with pytest.raises(PrivateNameError, match=r"_gone.*, which dancing needs"), needed_by("dancing"):
         torch._C._gone  # noqa: B018
-    with pytest.raises(missing.PrivateNameError, match="which dancing needs"), missing.needed_by("dancing"):
+    with pytest.raises(PrivateNameError, match="which dancing needs"), needed_by("dancing"):
         importlib.import_module("torch._gone")
-    with pytest.raises(missing.PrivateNameError, match=r"torch\.Tensor has no attribute '_gone', which dancing"):
-        missing.attribute(Tensor, "_gone", "dancing")
-    with pytest.raises(missing.PrivateNameError, match=r"torch\.Tensor has no attribute '_gone', which dancing"):
-        missing.read_private(torch.ones(1), "_gone", "dancing")
+    with pytest.raises(PrivateNameError, match=r"torch\.Tensor has no attribute '_gone', which dancing"):
+        attribute(Tensor, "_gone", "dancing")
+    with pytest.raises(PrivateNameError, match=r"torch\.Tensor has no attribute '_gone', which dancing"):
+        read_private(torch.ones(1), "_gone", "dancing")
     thing = torch.ones(1)
-    with pytest.raises(missing.PrivateNameError, match="dancing"):
-        missing.write_private(thing, "_gone", 1, "dancing")
+    with pytest.raises(PrivateNameError, match="dancing"):
+        write_private(thing, "_gone", 1, "dancing")
     assert not hasattr(thing, "_gone")
 
 
 @canary("attribute", "read_private", "write_private", "needed_by", "PrivateNameError", breaks="everything")
 def test_names_that_are_there_are_read_and_written():
     thing = type("Thing", (), {"_there": 1})()
-    with missing.needed_by("dancing"):
-        assert missing.attribute(type(thing), "_there", "dancing")(thing) == 1
-    missing.write_private(thing, "_there", 2, "dancing")
-    assert missing.read_private(thing, "_there", "dancing") == 2
-    assert issubclass(missing.PrivateNameError, ImportError)
+    with needed_by("dancing"):
+        assert attribute(type(thing), "_there", "dancing")(thing) == 1
+    write_private(thing, "_there", 2, "dancing")
+    assert read_private(thing, "_there", "dancing") == 2
+    assert issubclass(PrivateNameError, ImportError)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,8 @@ from lightning.pytorch.strategies import Strategy
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.measure import OTHER
-from retime.foundations.messages import show_bytes, warn_no_effect
+from retime.foundations.messages import Report, show_bytes, warn_no_effect
 from retime.foundations.patching import layered_methods, replaced_attributes
-from retime.foundations.reports import Report
 from retime.schedules.timeline import Span, write_chrome_trace, write_page, write_png
 from retime.strategies.support.lightning_private import logged_step
 

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.measure import forget_peak
-from retime.foundations.messages import show_bytes
+from retime.foundations.messages import Report, show_bytes
 from retime.foundations.native import NoLibraryError, Source
-from retime.foundations.reports import Report
 from retime.foundations.torch_private.tensors import storage_address
 
 # Freed tensors give their pages back: without that, memory on a CPU never shrinks, whatever leaves it.

@@ -1,6 +1,6 @@
 """Updates that wait until somebody reads the parameter, by the user's own optimizer."""
 
-from retime.foundations.lazy_updates.eligibility import (
+from retime.foundations.lazy_updates.optimizers import (
     ReplacedMethod,
     declare_per_parameter,
     is_declared,

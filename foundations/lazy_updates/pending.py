@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from retime.foundations.lazy_updates.eligibility import is_declared, raw_step
-from retime.foundations.lazy_updates.fused_adam import FusedAdam
+from retime.foundations.lazy_updates.optimizers import FusedAdam, is_declared, raw_step
 from retime.foundations.messages import parse_bytes
 from retime.foundations.torch_private.engine import has_compile_mark
-from retime.foundations.torch_private.optimizers import foreach_classes
+from retime.foundations.torch_private.nn_and_optim import foreach_classes
 from retime.foundations.torch_private.tensors import (
     reads_of_hooks,
     sparse_indices,

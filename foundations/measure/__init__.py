@@ -1,6 +1,5 @@
 """What measures training: times of steps and of layers, their spread, bytes of memory."""
 
-from retime.foundations.measure.layers import LayerTimes, layer_times, update_ms
 from retime.foundations.measure.memory import (
     MemoryProbe,
     MemorySampler,
@@ -9,8 +8,19 @@ from retime.foundations.measure.memory import (
     peak_so_far,
     status_bytes,
 )
-from retime.foundations.measure.rounds import Spread, speedup, spread
-from retime.foundations.measure.step_timer import OTHER, PHASES, Clock, StepTimer, StepTiming
+from retime.foundations.measure.timing import (
+    OTHER,
+    PHASES,
+    Clock,
+    LayerTimes,
+    Spread,
+    StepTimer,
+    StepTiming,
+    layer_times,
+    speedup,
+    spread,
+    update_ms,
+)
 
 __all__ = [
     "Clock",

@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from retime.foundations.measure.step_timer import OTHER, PHASES, check_phase
+from retime.foundations.measure.timing import OTHER, PHASES, check_phase
 
 # Bytes in use over one step, sampled by a thread.
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from retime.foundations.torch_private.layers import BatchNormBase, own_buffers
+from retime.foundations.torch_private.nn_and_optim import BatchNormBase, own_buffers
 
 BatchNormChoice = Literal["offload", "ghost"]
 

@@ -30,7 +30,7 @@ from retime.foundations.preserve_state.state import (
     uncompiled,
 )
 from retime.foundations.torch_private.engine import FakeTensor, FakeTensorMode, tree_map
-from retime.foundations.torch_private.optimizers import STEP_HOOKS
+from retime.foundations.torch_private.nn_and_optim import STEP_HOOKS
 from retime.foundations.torch_private.tensors import tensor_hooks, version_of
 
 # Fake tensors that are of use in dry runs alone: one that a step has left in a variable is told from a real one.

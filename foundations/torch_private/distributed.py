@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.foundations.torch_private.missing import needed_by, read_private
+from retime.foundations.torch_private import needed_by, read_private
 
 __all__ = [
     "COLLECTIVE_NAMESPACES",

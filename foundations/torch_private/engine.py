@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
-from retime.foundations.torch_private.missing import PrivateNameError, attribute, needed_by, read_private
+from retime.foundations.torch_private import PrivateNameError, attribute, needed_by, read_private
 
 __all__ = [
     "DataDependentOutputException",

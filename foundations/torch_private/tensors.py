@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.foundations.torch_private.missing import attribute, needed_by
+from retime.foundations.torch_private import attribute, needed_by
 
 __all__ = [
     "base_of",

@@ -28,7 +28,7 @@ from retime.foundations.torch_private.engine import (
     tree_map,
     will_execute,
 )
-from retime.foundations.torch_private.layers import backward_hooks, own_parameters
+from retime.foundations.torch_private.nn_and_optim import backward_hooks, own_parameters
 from retime.foundations.torch_private.tensors import (
     storage_address,
     tensor_hooks,

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accelerate.scheduler import AcceleratedScheduler
 
-from retime.foundations.torch_private.missing import read_private, write_private
+from retime.foundations.torch_private import read_private, write_private
 
 __all__ = ["prepared_optimizers", "prepared_schedulers", "renew_captured_steps"]
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.ddp import RankAgreement
-from retime.foundations.reports import Report
+from retime.foundations.messages import Report
 from retime.integrations.accelerate.prepared import (
     ONE_PROCESS_OR_DDP,
     note_gone,

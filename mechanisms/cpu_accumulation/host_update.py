@@ -31,8 +31,7 @@ from torch.optim import Optimizer
 from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import RankLostError
 from retime.foundations.lazy_updates import ReplacedMethod, why_not_separable, why_not_this_step
-from retime.foundations.messages import show_bytes, warn_no_effect
-from retime.foundations.reports import Report
+from retime.foundations.messages import Report, show_bytes, warn_no_effect
 from retime.foundations.torch_private.engine import tree_leaves, tree_map
 from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.cpu_accumulation.shared_sums import SharedSum, host_sums

@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import Reducer, comm_hook_of
-from retime.foundations.messages import show_bytes
-from retime.foundations.reports import Report
+from retime.foundations.messages import Report, show_bytes
 from retime.foundations.streams import Mark, SideStream, has_streams
 from retime.foundations.torch_private.distributed import GradBucket
 from retime.mechanisms.cpu_accumulation.host_update import HostUpdateReport

@@ -44,7 +44,7 @@ from retime.foundations.lazy_updates import (
 from retime.foundations.messages import warn_no_effect
 from retime.foundations.streams import SideStream
 from retime.foundations.torch_private.engine import FOREACH_ZERO, TO_COPY
-from retime.foundations.torch_private.optimizers import foreach_clamp_max, foreach_clamp_min
+from retime.foundations.torch_private.nn_and_optim import foreach_clamp_max, foreach_clamp_min
 from retime.foundations.torch_private.tensors import (
     disabled_torch_function,
     make_wrapper_subclass,

@@ -17,7 +17,7 @@ from retime.foundations.lazy_updates import (
     why_not_this_step,
     why_not_this_zero_grad,
 )
-from retime.foundations.torch_private.layers import backward_hooks
+from retime.foundations.torch_private.nn_and_optim import backward_hooks
 from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from retime.foundations.messages import show_bytes
-from retime.foundations.reports import Report, each_because
+from retime.foundations.messages import Report, each_because, show_bytes
 
 Mode = Literal["backward", "forward"]
 MODES: tuple[Mode, ...] = ("backward", "forward")

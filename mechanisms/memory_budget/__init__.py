@@ -19,7 +19,6 @@ from retime.mechanisms.memory_budget.dry_run import (
     replay,
     task_graph,
 )
-from retime.mechanisms.memory_budget.first_steps import DryRuns
 from retime.mechanisms.memory_budget.offload import (
     HostDisk,
     HostError,
@@ -33,10 +32,16 @@ from retime.mechanisms.memory_budget.offload import (
     check_host_text,
     parse_host,
 )
-from retime.mechanisms.memory_budget.path_changes import AnotherPath, OnShapeChange, warn_of_dropped
 from retime.mechanisms.memory_budget.plan_files import read_plans, write_plans
-from retime.mechanisms.memory_budget.planner import StepPlanner
-from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape, parse_budget
+from retime.mechanisms.memory_budget.planner import DryRuns, StepPlanner
+from retime.mechanisms.memory_budget.report import (
+    AnotherPath,
+    BudgetReport,
+    OnShapeChange,
+    PlannedShape,
+    parse_budget,
+    warn_of_dropped,
+)
 from retime.mechanisms.memory_budget.search import PlanChoice, part_sizes, search_plan
 from retime.mechanisms.memory_budget.separability import certify
 from retime.mechanisms.memory_budget.step import BudgetedStep, ExecutionMode, NoLossError

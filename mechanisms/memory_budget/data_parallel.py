@@ -23,11 +23,10 @@ from retime.foundations.patching import replaced_attributes
 from retime.foundations.storages import strided_bytes
 from retime.foundations.torch_private.distributed import COLLECTIVE_NAMESPACES, has_rebuilt_buckets, joins_uneven_inputs
 from retime.foundations.torch_private.engine import TorchDispatchMode
-from retime.foundations.torch_private.layers import BatchNormBase
+from retime.foundations.torch_private.nn_and_optim import BatchNormBase
 from retime.mechanisms.memory_budget.offload import HostTier
-from retime.mechanisms.memory_budget.path_changes import warn_of_no_plan
 from retime.mechanisms.memory_budget.planner import Step
-from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.report import PlannedShape, warn_of_no_plan
 from retime.mechanisms.memory_budget.step import BudgetedStep, ExecutionMode, NoLossError
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 

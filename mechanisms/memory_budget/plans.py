@@ -18,18 +18,18 @@ from retime.foundations.parts import Certificate, Split, key_of, name_of, part_l
 from retime.foundations.preserve_state import CompiledCode
 from retime.foundations.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory_budget.dry_run import everything
-from retime.mechanisms.memory_budget.first_steps import FirstSteps
 from retime.mechanisms.memory_budget.offload import HostTier, OffloadReport, OffloadSavedTensors, PlanMismatch
-from retime.mechanisms.memory_budget.path_changes import (
+from retime.mechanisms.memory_budget.plan_files import GivenPlans, plans_in, state_of
+from retime.mechanisms.memory_budget.planner import FirstSteps, Step, StepPlanner
+from retime.mechanisms.memory_budget.report import (
+    BudgetReport,
     GraphPaths,
+    PlannedShape,
     warn_of_mismatches,
     warn_of_paths,
     warn_of_whole,
     why_anew,
 )
-from retime.mechanisms.memory_budget.plan_files import GivenPlans, plans_in, state_of
-from retime.mechanisms.memory_budget.planner import Step, StepPlanner
-from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError

@@ -27,18 +27,18 @@ from retime.foundations.messages import parse_bytes
 from retime.foundations.parts import BatchNormChoice, Split, loss_of, split_batch
 from retime.foundations.preserve_state import CompiledCode
 from retime.mechanisms.memory_budget.dry_run import Buckets, Gradients, TooMuchAllocated, check_held
-from retime.mechanisms.memory_budget.first_steps import DryRuns
 from retime.mechanisms.memory_budget.offload import HostTier, check_host
-from retime.mechanisms.memory_budget.path_changes import (
+from retime.mechanisms.memory_budget.plan_files import OtherPlansError, write_plans
+from retime.mechanisms.memory_budget.planner import BudgetOptions, DryRuns, Step, StepPlanner
+from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads
+from retime.mechanisms.memory_budget.report import (
     AnotherPath,
+    BudgetReport,
     OnShapeChange,
+    PlannedShape,
     warn_of_dropped,
     warn_of_unexamined,
 )
-from retime.mechanisms.memory_budget.plan_files import OtherPlansError, write_plans
-from retime.mechanisms.memory_budget.planner import BudgetOptions, Step, StepPlanner
-from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads
-from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
 from retime.mechanisms.memory_budget.sub_batches import PlannedBatches, SubBatches
 from retime.schedules.errors import ScheduleError
 

@@ -36,10 +36,9 @@ from retime.foundations.preserve_state import CompiledCode, random_state, set_ra
 from retime.foundations.storages import tensors_in
 from retime.mechanisms.memory_budget.dry_run import EVERYTHING, TooMuchAllocated
 from retime.mechanisms.memory_budget.offload import PlanMismatch
-from retime.mechanisms.memory_budget.path_changes import AnotherPath, GraphPaths
 from retime.mechanisms.memory_budget.planner import Step
 from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, Offloads
-from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
+from retime.mechanisms.memory_budget.report import AnotherPath, BudgetReport, GraphPaths, PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
 from retime.mechanisms.memory_budget.separability import compared
 from retime.schedules.budget import OffloadPlan

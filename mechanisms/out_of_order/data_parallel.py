@@ -34,8 +34,7 @@ from retime.foundations.ddp import (
     sparse_layer,
 )
 from retime.foundations.lazy_updates import parameters_of, pending_of
-from retime.foundations.messages import parse_bytes, show_bytes, warn_no_effect
-from retime.foundations.reports import Report, each_because
+from retime.foundations.messages import Report, each_because, parse_bytes, show_bytes, warn_no_effect
 from retime.foundations.torch_private.distributed import GradBucket, has_rebuilt_buckets, joins_uneven_inputs
 from retime.foundations.weight_gradients import Block, WeightGradientDeferral
 from retime.mechanisms.fusion import ForwardFusion, FusionReport

@@ -20,7 +20,7 @@ from retime.foundations.lazy_updates import why_class_not_per_parameter
 from retime.foundations.messages import warn_difference
 from retime.foundations.parts import Recorder
 from retime.foundations.torch_private.engine import tree_leaves
-from retime.foundations.torch_private.layers import BatchNormBase
+from retime.foundations.torch_private.nn_and_optim import BatchNormBase
 from retime.foundations.torch_private.tensors import tensor_hooks, version_of
 from retime.mechanisms.pipeline.calls import Visitor, replaced_tensors, tensors_in_order
 

@@ -19,13 +19,12 @@ from retime.foundations.preserve_state import preserve_state, reachable_tensors,
 from retime.foundations.weight_gradients import SMALL, SplitBackward
 from retime.mechanisms.pipeline.calls import LayerInterceptors, Returned, SuspendedCall, Workers, tensors_in_order
 from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, messages_of
-from retime.mechanisms.pipeline.layers import LayerList
+from retime.mechanisms.pipeline.layers import FIRST_SEED, LayerList, Survey, survey
 from retime.mechanisms.pipeline.losses import LossWeight, LossWeights, look_at_losses
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel
 from retime.mechanisms.pipeline.ownership import Ownership, Reached
 from retime.mechanisms.pipeline.plan import Costs, PipelinePlan, Planner
 from retime.mechanisms.pipeline.running import AtEdge, PipelineState, RankInfo, StepModule, TrainingCall
-from retime.mechanisms.pipeline.survey import FIRST_SEED, Survey, survey
 
 # What the ranks of a pipeline agree upon before a step: that they have the same batch, and the seeds of its parts.
 

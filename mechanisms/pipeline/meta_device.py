@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.preserve_state import random_state, seed_torch, set_random_state
-from retime.foundations.torch_private.layers import own_buffers, own_parameters
+from retime.foundations.torch_private.nn_and_optim import own_buffers, own_parameters
 from retime.mechanisms.pipeline.checks import PipelineError
 
 # How parameters begin: as their modules say, from random numbers that depend on a module's name alone.

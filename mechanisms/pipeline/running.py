@@ -32,11 +32,11 @@ from retime.mechanisms.pipeline.calls import (
     tensors_in_order,
 )
 from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, shown
+from retime.mechanisms.pipeline.layers import Shapes
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, needed_loss
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
 from retime.mechanisms.pipeline.stage import MeasuredTimes
-from retime.mechanisms.pipeline.survey import Shapes
 
 # A visitor of training steps that are cut: it stops at the edges of stages and goes past what lies elsewhere.
 

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from retime.foundations.arguments import AtLeast, checked
-from retime.foundations.messages import show_bytes, warn_no_effect
+from retime.foundations.messages import Report, each_because, show_bytes, warn_no_effect
 from retime.foundations.parts import balanced_parts, samples_in
 from retime.foundations.preserve_state import preserve_state, random_state, reachable_tensors, set_random_state
-from retime.foundations.reports import Report, each_because
 from retime.foundations.torch_private.distributed import pipeline_runtime
 from retime.foundations.torch_private.tensors import post_accumulate_hooks
 from retime.mechanisms.pipeline.calls import LayerInterceptors, Workers, shapes_of

@@ -5,7 +5,6 @@ From "BPPSA: Scaling Back-propagation by Parallel Scan Algorithm".
 """
 
 from retime.mechanisms.scan.calibrate import calibrate
-from retime.mechanisms.scan.choice import CostModel, choose_solver, keeps_torchs_own, set_cost_model
 from retime.mechanisms.scan.jacobians import (
     CsrPattern,
     JacobianScan,
@@ -25,7 +24,15 @@ from retime.mechanisms.scan.jacobians import (
     transposed_jacobian,
 )
 from retime.mechanisms.scan.layer import scan_bidirectional, scan_layer
-from retime.mechanisms.scan.solvers import Solver, check_solver, parse_solver
+from retime.mechanisms.scan.solvers import (
+    CostModel,
+    Solver,
+    check_solver,
+    choose_solver,
+    keeps_torchs_own,
+    parse_solver,
+    set_cost_model,
+)
 
 __all__ = [
     "CostModel",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from retime.foundations.arguments import AtLeast, checked
-from retime.mechanisms.scan.choice import AUTOGRAD, TRITON, WAYS, CostModel, Shape
 from retime.mechanisms.scan.layer import GATES, scan_layer
+from retime.mechanisms.scan.solvers import AUTOGRAD, TRITON, WAYS, CostModel, Shape
 from retime.mechanisms.scan.triton_launch import why_not
 
 # Fit the cost model's coefficients to measured times: least squares of relative errors, nothing negative.

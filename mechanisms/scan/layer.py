@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.foundations.torch_private.layers import recurrent_kernels
+from retime.foundations.torch_private.nn_and_optim import recurrent_kernels
 from retime.mechanisms.scan.backward import Gradients, Saved, capturing, gradients_in_windows, ieee_products
 from retime.mechanisms.scan.cells import Weights
-from retime.mechanisms.scan.choice import choose_solver
-from retime.mechanisms.scan.solvers import Solver, check_solver
+from retime.mechanisms.scan.solvers import Solver, check_solver, choose_solver
 
 # What a layer may be given. torch's kernels trust their arguments: a wrong shape ends the process, or reads past a
 # tensor's memory, so all of it is checked before one is called.

@@ -18,8 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from retime.foundations.arguments import AtLeast, checked
-from retime.foundations.messages import because, parse_bytes, show_bytes, warn_difference, warn_no_effect
-from retime.foundations.reports import Report, each_because
+from retime.foundations.messages import (
+    Report,
+    because,
+    each_because,
+    parse_bytes,
+    show_bytes,
+    warn_difference,
+    warn_no_effect,
+)
 from retime.foundations.streams import has_streams
 from retime.foundations.torch_private.engine import dispatch_mode_count, graph_task_id, queue_callback
 from retime.foundations.torch_private.tensors import version_of
@@ -34,8 +41,7 @@ from retime.mechanisms.two_streams.search import (
     settings_for,
     with_layers,
 )
-from retime.mechanisms.two_streams.sub_stream import Job, SubStream, sub_stream_of
-from retime.mechanisms.two_streams.updates import SubStreamFusion, add_gradient
+from retime.mechanisms.two_streams.sub_stream import Job, SubStream, SubStreamFusion, add_gradient, sub_stream_of
 
 STEPS_TO_SEE = 3
 """In the first step gradients stay in order, in the second hooks are seen; with the third it is known what waits."""

@@ -36,7 +36,7 @@ from retime.foundations.torch_private.engine import (
     tree_leaves,
     tree_unflatten,
 )
-from retime.foundations.torch_private.layers import (
+from retime.foundations.torch_private.nn_and_optim import (
     backward_hooks,
     forward_hooks,
     forward_pre_hooks,

@@ -24,9 +24,9 @@ from retime.foundations.torch_private.engine import (
     top_saved_tensors_hooks,
     will_execute,
 )
-from retime.foundations.torch_private.layers import backward_hooks, global_backward_hooks, own_parameters
+from retime.foundations.torch_private.nn_and_optim import backward_hooks, global_backward_hooks, own_parameters
 from retime.foundations.torch_private.tensors import base_of, post_accumulate_hooks, tensor_hooks, unsafe_view
-from retime.mechanisms.two_streams.updates import SubStreamFusion
+from retime.mechanisms.two_streams.sub_stream import SubStreamFusion
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NODES_OF_A_LAYER = 32

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.foundations.torch_private.layers import own_buffers, own_parameters
+from retime.foundations.torch_private.nn_and_optim import own_buffers, own_parameters
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.Size)
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)

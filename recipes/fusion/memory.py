@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.foundations.torch_private.optimizers import fused_adamw
+from retime.foundations.torch_private.nn_and_optim import fused_adamw
 from retime.foundations.workers import answer_once
 from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model

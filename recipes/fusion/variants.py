@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from retime.foundations.measure import MemoryProbe
-from retime.foundations.torch_private.optimizers import foreach_add, fused_adamw
+from retime.foundations.torch_private.nn_and_optim import foreach_add, fused_adamw
 from retime.foundations.workers import Answer
 from retime.mechanisms.fusion import fuse_optimizer
 from retime.recipes.core.build import KernelUnavailable, build_batches, build_model, build_optimizer, loss_of

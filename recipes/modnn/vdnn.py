@@ -14,7 +14,7 @@ from retime.foundations.cpu_pool import FreedMemory
 from retime.foundations.parts import balanced_parts, batch_statistics_layers
 from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import tensors_in
-from retime.foundations.torch_private.layers import ConvBase
+from retime.foundations.torch_private.nn_and_optim import ConvBase
 from retime.foundations.torch_private.tensors import storage_address
 from retime.mechanisms.memory_budget import (
     HostNull,

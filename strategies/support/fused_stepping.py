@@ -30,7 +30,7 @@ from retime.foundations.lazy_updates import (
     why_not_this_zero_grad,
 )
 from retime.foundations.messages import warn_no_effect
-from retime.foundations.torch_private.layers import backward_hooks, global_backward_hooks
+from retime.foundations.torch_private.nn_and_optim import backward_hooks, global_backward_hooks
 from retime.mechanisms.fusion import (
     BackwardFusion,
     DataParallelFusion,

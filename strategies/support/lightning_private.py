@@ -1,7 +1,7 @@
 """Every private name of Lightning and torchmetrics that retime uses: one accessor each, and no other file may use one.
 
 All of them are known in lightning 2.6 and torchmetrics 1.9. A name that is gone raises
-:class:`~retime.foundations.torch_private.missing.PrivateNameError` with the feature that needs it, at import or at
+:class:`~retime.foundations.torch_private.PrivateNameError` with the feature that needs it, at import or at
 first use.
 """
 
@@ -27,7 +27,7 @@ from lightning_utilities.core.rank_zero import rank_prefixed_message
 from torchmetrics import Metric
 
 from retime.foundations.patching import replaced_attributes
-from retime.foundations.torch_private.missing import needed_by, read_private, write_private
+from retime.foundations.torch_private import needed_by, read_private, write_private
 
 __all__ = [
     "Launcher",

@@ -21,7 +21,7 @@ from retime.callbacks.peak_memory import PeakMemory
 from retime.callbacks.step_timeline import StepTimeline
 from retime.callbacks.support import phases
 from retime.callbacks.support.phases import StrategyPhases
-from retime.foundations.measure.step_timer import EXPOSED, StepTimer, StepTiming
+from retime.foundations.measure.timing import EXPOSED, StepTimer, StepTiming
 from retime.foundations.messages import NoEffectWarning
 from support.browser import CHROMIUM, NO_CHROMIUM, click_through
 from support.trainers import quiet_trainer

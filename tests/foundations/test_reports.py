@@ -17,7 +17,7 @@ import pytest
 from retime.callbacks import StepTimeline
 from retime.callbacks.support.phases import MeasuredSteps
 from retime.foundations.cpu_pool import PoolReport
-from retime.foundations.reports import COLUMNS, Report
+from retime.foundations.messages import COLUMNS, Report
 from retime.integrations.accelerate.memory_budget import BudgetReports
 from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.memory_budget import BudgetReport, PlannedShape

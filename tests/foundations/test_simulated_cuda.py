@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.measure.step_timer import StepTimer
+from retime.foundations.measure.timing import StepTimer
 from retime.foundations.streams import Mark, has_streams
 from support.simulated_cuda import ORDERS, SimulatedCuda, simulated_cuda
 from support.simulated_streams import side

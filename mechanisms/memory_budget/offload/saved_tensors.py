@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from retime.foundations.arguments import checked
-from retime.foundations.messages import parse_bytes, show_bytes
-from retime.foundations.reports import Report
+from retime.foundations.messages import Report, parse_bytes, show_bytes
 from retime.foundations.storages import Window, has_storage, storage_key, storage_keys
 from retime.foundations.torch_private.engine import (
     FakeTensor,

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from retime.foundations.lazy_updates import PartialOptimizer, fused_adam
-from retime.foundations.lazy_updates.eligibility import raw_step
-from retime.foundations.lazy_updates.fused_adam import FusedAdam, is_the_same_here
+from retime.foundations.lazy_updates import PartialOptimizer, optimizers
+from retime.foundations.lazy_updates.optimizers import FusedAdam, is_the_same_here, raw_step
 
 SHAPES = ((5, 7), (3,), (2, 2, 2))
 
@@ -164,8 +163,8 @@ def test_a_loaded_state_is_used() -> None:
 
 
 def test_a_torch_whose_step_does_something_else_steps_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fused_adam.foreach_add
-    monkeypatch.setattr(fused_adam, "foreach_add", lambda tensors, one: real(tensors, one + 1))
+    real = optimizers.foreach_add
+    monkeypatch.setattr(optimizers, "foreach_add", lambda tensors, one: real(tensors, one + 1))
     is_the_same_here.cache_clear()
     try:
         optimizer = AdamW(parameters(), fused=True)

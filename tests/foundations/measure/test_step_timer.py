@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from retime.foundations.measure.step_timer import EXPOSED, StepTimer, StepTiming
+from retime.foundations.measure.timing import EXPOSED, StepTimer, StepTiming
 from retime.mechanisms.fusion import fuse_optimizer
 
 

@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from retime.foundations import native
 from retime.foundations.cpu_pool.pool import POOL, pool_library
-from retime.foundations.native import NoLibraryError, Source
-from retime.foundations.native import library as library_module
-from retime.foundations.native import library as own_folder
-from retime.foundations.native.library import OwnFolder
+from retime.foundations.native import NoLibraryError, OwnFolder, Source
 from retime.mechanisms.cpu_accumulation.shared_sums import SUMS
 from support.warm_start import run_program
 
@@ -95,7 +93,7 @@ def test_what_another_user_has_put_there_is_not_loaded(folder: Path) -> None:
 
 def test_another_users_folder_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept(folder)
-    monkeypatch.setattr(own_folder.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(native.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(PermissionError, match="belongs to user"):
         OwnFolder(folder, 60)
 
@@ -113,7 +111,7 @@ def test_what_a_killed_build_left_is_removed(folder: Path) -> None:
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
-    monkeypatch.setattr(own_folder.os, "fsync", lambda file: steps.append("fsync"))
+    monkeypatch.setattr(native.os, "fsync", lambda file: steps.append("fsync"))
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda *paths: steps.append("replace") or replace(*paths))
     kept(folder)
@@ -123,7 +121,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(folder: Path, monkeypatch:
 def test_a_relative_cache_home_is_not_honoured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert library_module._cache_home() == tmp_path / ".cache"
+    assert native._cache_home() == tmp_path / ".cache"
 
 
 @pytest.fixture
@@ -152,7 +150,7 @@ def test_a_bad_compiler_is_named(
 ) -> None:
     (foreign, *_) = re.findall(r"/\S*/libc\.so\S*", Path("/proc/self/maps").read_text()) or ["/dev/null"]
     monkeypatch.setenv("CXX", compiler.replace("COPIES", str(copies)).replace("FOREIGN", foreign))
-    monkeypatch.setattr(library_module, "_TIMEOUT_S", 0.05 if "sleep" in compiler else 120)
+    monkeypatch.setattr(native, "_TIMEOUT_S", 0.05 if "sleep" in compiler else 120)
     library = pool_library()
     assert isinstance(library, NoLibraryError)
     assert re.search(reason, str(library), re.DOTALL)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import retime.mechanisms.memory_budget.first_steps as first_steps
+import retime.mechanisms.memory_budget.planner as step_planner
 from retime.foundations.preserve_state.outside import ValueReadError
 from retime.foundations.preserve_state.stand_ins import ScratchModel
 from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep, profile_step, take
@@ -252,7 +252,7 @@ def test_a_binding_in_a_dry_run_says_what_to_change() -> None:
 
 
 def test_a_first_step_that_is_stopped_binds_once(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_steps, "nothing_compiled", lambda: True)  # which other tests of this process may have
+    monkeypatch.setattr(step_planner, "nothing_compiled", lambda: True)  # which other tests of this process may have
     model, count, said = nn.Linear(16, 16), torch.zeros(()), list[str]()
 
     def loss(batch: Tensor) -> Tensor:

@@ -13,22 +13,22 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizer_hooks
 
-from retime.foundations.torch_private import distributed, engine, layers, missing, optimizers
+from retime.foundations.torch_private import PrivateNameError, distributed, engine, nn_and_optim
 from support.private_canaries import canary, dies
 
 
 @canary("BatchNormBase", breaks="the memory budget's care for BatchNorm")
 def test_memory_budget_finds_batch_norms():
     for layer in (nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm1d()):
-        assert isinstance(layer, layers.BatchNormBase)
-    assert not isinstance(nn.LayerNorm(2), layers.BatchNormBase)
+        assert isinstance(layer, nn_and_optim.BatchNormBase)
+    assert not isinstance(nn.LayerNorm(2), nn_and_optim.BatchNormBase)
 
 
 @canary("ConvBase", breaks="the search for convolutions of vDNN, the memory budget's peer")
 def test_vdnn_finds_convolutions():
     for layer in (nn.Conv1d(1, 1, 1), nn.Conv2d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1)):
-        assert isinstance(layer, layers.ConvBase)
-    assert not isinstance(nn.Linear(1, 1), layers.ConvBase)
+        assert isinstance(layer, nn_and_optim.ConvBase)
+    assert not isinstance(nn.Linear(1, 1), nn_and_optim.ConvBase)
 
 
 def assert_seen(hooks: Callable[[], Iterable[object]], *registers: Callable[..., Any]) -> None:
@@ -47,37 +47,37 @@ def assert_seen(hooks: Callable[[], Iterable[object]], *registers: Callable[...,
 def test_backward_fusion_sees_module_backward_hooks():
     layer = nn.Linear(1, 1)
     kinds = (layer.register_full_backward_hook, layer.register_full_backward_pre_hook)
-    assert_seen(lambda: layers.backward_hooks(layer), *kinds)
+    assert_seen(lambda: nn_and_optim.backward_hooks(layer), *kinds)
 
 
 @canary("global_backward_hooks", breaks="plain steps of backward fusion beside global module backward hooks")
 def test_backward_fusion_sees_global_backward_hooks():
     kinds = (module_hooks.register_module_full_backward_hook, module_hooks.register_module_full_backward_pre_hook)
-    assert_seen(layers.global_backward_hooks, *kinds)
+    assert_seen(nn_and_optim.global_backward_hooks, *kinds)
 
 
 @canary("global_forward_hooks", breaks="calls without a CUDA graph beside global module hooks")
 def test_graphs_see_global_forward_hooks():
     kinds = (module_hooks.register_module_forward_hook, module_hooks.register_module_forward_pre_hook)
-    assert_seen(layers.global_forward_hooks, *kinds)
+    assert_seen(nn_and_optim.global_forward_hooks, *kinds)
 
 
 @canary("forward_hooks", "forward_pre_hooks", breaks="ScanSequential's care for layers with hooks")
 def test_scan_sequential_sees_forward_hooks():
     layer = nn.Linear(1, 1)
-    assert not layers.forward_hooks(layer)
-    assert not layers.forward_pre_hooks(layer)
+    assert not nn_and_optim.forward_hooks(layer)
+    assert not nn_and_optim.forward_pre_hooks(layer)
     layer.register_forward_hook(print)
     layer.register_forward_pre_hook(repr)
-    assert list(layers.forward_hooks(layer).values()) == [print]
-    assert list(layers.forward_pre_hooks(layer).values()) == [repr]
+    assert list(nn_and_optim.forward_hooks(layer).values()) == [print]
+    assert list(nn_and_optim.forward_pre_hooks(layer).values()) == [repr]
 
 
 @canary("own_parameters", breaks="out-of-order weight gradients' stand-ins")
 def test_out_of_order_puts_stand_ins_into_layers():
     layer = nn.Linear(2, 1, bias=False)
     other = torch.ones(1, 2)
-    layers.own_parameters(layer)["weight"] = other
+    nn_and_optim.own_parameters(layer)["weight"] = other
     assert layer.weight is other
     assert layer(torch.ones(2)).item() == 2
 
@@ -85,8 +85,8 @@ def test_out_of_order_puts_stand_ins_into_layers():
 @canary("own_buffers", breaks="batchnorm='ghost' of layers without running statistics")
 def test_ghost_batch_norm_gets_statistics():
     layer = nn.BatchNorm1d(1, affine=False, track_running_stats=False)
-    layers.own_buffers(layer)["running_mean"] = torch.ones(1)
-    layers.own_buffers(layer)["running_var"] = torch.ones(1)
+    nn_and_optim.own_buffers(layer)["running_mean"] = torch.ones(1)
+    nn_and_optim.own_buffers(layer)["running_var"] = torch.ones(1)
     layer.training = False
     assert layer(torch.ones(2, 1)).count_nonzero() == 0
 
@@ -94,12 +94,12 @@ def test_ghost_batch_norm_gets_statistics():
 @canary("flat_weights", "flat_weights_names", "weight_names", breaks="the conversion of recurrent layers (ScanLSTM)")
 def test_converted_recurrent_layers_find_their_weights():
     layer = nn.LSTM(2, 3, num_layers=2, bidirectional=True)
-    names = layers.weight_names(layer)
+    names = nn_and_optim.weight_names(layer)
     assert names[1] == ["weight_ih_l0_reverse", "weight_hh_l0_reverse", "bias_ih_l0_reverse", "bias_hh_l0_reverse"]
-    assert layers.flat_weights_names(layer) == [name for part in names for name in part]
+    assert nn_and_optim.flat_weights_names(layer) == [name for part in names for name in part]
     assert all(
         weight is getattr(layer, name)
-        for weight, name in zip(layers.flat_weights(layer), [n for part in names for n in part], strict=True)
+        for weight, name in zip(nn_and_optim.flat_weights(layer), [n for part in names for n in part], strict=True)
     )
 
 
@@ -112,31 +112,31 @@ def test_converted_recurrent_layers_are_flattened():
             reads.append(name)
             return super().__getattribute__(name)
 
-    given = {layers.FLAT_WEIGHTS: [torch.ones(1)], layers.FLAT_WEIGHTS_NAMES: ["weight_ih_l0"]}
+    given = {nn_and_optim.FLAT_WEIGHTS: [torch.ones(1)], nn_and_optim.FLAT_WEIGHTS_NAMES: ["weight_ih_l0"]}
     nn.RNNBase.flatten_parameters(Part(**given))
-    assert {layers.FLAT_WEIGHTS, layers.FLAT_WEIGHTS_NAMES} <= set(reads)
+    assert {nn_and_optim.FLAT_WEIGHTS, nn_and_optim.FLAT_WEIGHTS_NAMES} <= set(reads)
 
 
 @canary("recurrent_kernels", breaks="the forward pass of converted recurrent layers")
 def test_converted_recurrent_layers_run_torchs_kernels():
     layer, x, state = nn.GRU(2, 3), torch.randn(4, 1, 2), torch.zeros(1, 1, 3)
-    weights = layers.flat_weights(layer)
-    output, _ = layers.recurrent_kernels.gru(x, state, weights, True, 1, 0.0, True, False, False)
+    weights = nn_and_optim.flat_weights(layer)
+    output, _ = nn_and_optim.recurrent_kernels.gru(x, state, weights, True, 1, 0.0, True, False, False)
     assert torch.equal(output, layer(x)[0])
-    assert all(hasattr(layers.recurrent_kernels, name) for name in ("rnn_tanh", "rnn_relu", "lstm"))
+    assert all(hasattr(nn_and_optim.recurrent_kernels, name) for name in ("rnn_tanh", "rnn_relu", "lstm"))
 
 
 @canary("step_hooks", breaks="refusing fusion beside an optimizer's step hooks")
 def test_fusion_sees_step_hooks():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     kinds = (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
-    assert_seen(lambda: optimizers.step_hooks(optimizer), *kinds)
+    assert_seen(lambda: nn_and_optim.step_hooks(optimizer), *kinds)
 
 
 @canary("global_step_hooks", breaks="refusing fusion beside step hooks of all optimizers")
 def test_fusion_sees_global_step_hooks():
     kinds = (optimizer_hooks.register_optimizer_step_pre_hook, optimizer_hooks.register_optimizer_step_post_hook)
-    assert_seen(optimizers.global_step_hooks, *kinds)
+    assert_seen(nn_and_optim.global_step_hooks, *kinds)
 
 
 @canary("STEP_HOOKS", breaks="the dry run of an optimizer, which must not call the user's step hooks")
@@ -145,7 +145,7 @@ def test_dry_run_of_an_optimizer_calls_no_hooks():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    for name in optimizers.STEP_HOOKS:
+    for name in nn_and_optim.STEP_HOOKS:
         optimizer.__dict__[name] = {}
     optimizer.step()
     assert calls == []
@@ -154,13 +154,13 @@ def test_dry_run_of_an_optimizer_calls_no_hooks():
 @canary("INIT_GROUP", breaks="fusion's knowledge of which optimizers are torch's own")
 def test_fusion_knows_torchs_optimizers():
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
-        assert getattr(kind, optimizers.INIT_GROUP).__module__.startswith("torch.optim")
+        assert getattr(kind, nn_and_optim.INIT_GROUP).__module__.startswith("torch.optim")
     called = []
 
     class Own(torch.optim.SGD):
         pass
 
-    setattr(Own, optimizers.INIT_GROUP, lambda *_: called.append(True))
+    setattr(Own, nn_and_optim.INIT_GROUP, lambda *_: called.append(True))
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     Own([parameter]).step()
@@ -170,8 +170,8 @@ def test_fusion_knows_torchs_optimizers():
 @canary("foreach_clamp_min", "foreach_clamp_max", breaks="clipping by value in backward fusion")
 def test_backward_fusion_clips_as_torch_does():
     gradients = [torch.tensor([-3.0, 0.5, 2.0]), torch.tensor([4.0])]
-    optimizers.foreach_clamp_min(gradients, -1)
-    optimizers.foreach_clamp_max(gradients, 1)
+    nn_and_optim.foreach_clamp_min(gradients, -1)
+    nn_and_optim.foreach_clamp_max(gradients, 1)
     assert [gradient.tolist() for gradient in gradients] == [[-1, 0.5, 1], [1]]
 
 
@@ -183,11 +183,11 @@ def test_bucket_is_updated_as_by_a_fused_step(kernel: str) -> None:
     mine, first, second, step = weight.detach().clone(), torch.zeros(3), torch.zeros(3), torch.zeros(())
     kind = torch.optim.Adam if kernel == "coupled" else torch.optim.AdamW
     kind([weight], lr=0.1, weight_decay=0.1, fused=True).step()
-    optimizers.foreach_add([step], 1)
+    nn_and_optim.foreach_add([step], 1)
     assert step == 1
     options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
-    own = optimizers.fused_adam_kernel(decoupled=kernel == "decoupled")
-    update = optimizers.fused_adamw if kernel == "fused_adamw" else own
+    own = nn_and_optim.fused_adam_kernel(decoupled=kernel == "decoupled")
+    update = nn_and_optim.fused_adamw if kernel == "fused_adamw" else own
     update([mine], [weight.grad], [first], [second], [], [step], amsgrad=False, maximize=False, **options)
     assert torch.equal(mine, weight)
 
@@ -326,7 +326,7 @@ def test_memory_budget_meets_collectives(wrap):
 def test_an_attribute_that_is_gone_is_named_with_its_feature(wrap):
     wrapped = wrap()
     del wrapped._has_rebuilt_buckets
-    with pytest.raises(missing.PrivateNameError, match=r"'_has_rebuilt_buckets', which out-of-order"):
+    with pytest.raises(PrivateNameError, match=r"'_has_rebuilt_buckets', which out-of-order"):
         distributed.has_rebuilt_buckets(wrapped)
 
 
@@ -339,13 +339,13 @@ def test_forward_fusion_takes_multi_tensor_kernels():
         fused, _ = optimizer_hooks._default_to_fused_or_foreach([Mine(torch.ones(1))], False, use_fused=True)
         return fused
 
-    assert nn.Parameter in optimizers.foreach_classes
+    assert nn.Parameter in nn_and_optim.foreach_classes
     assert not is_taken()
-    optimizers.foreach_classes.append(Mine)
+    nn_and_optim.foreach_classes.append(Mine)
     try:
         assert is_taken()
     finally:
-        optimizers.foreach_classes.remove(Mine)
+        nn_and_optim.foreach_classes.remove(Mine)
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -359,17 +359,17 @@ def test_canaries_die_of_a_ddp_that_tells_nothing(always, wrap, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("test", "home", "name"),
+    ("test", "name"),
     [
-        (test_backward_fusion_sees_module_backward_hooks, layers, "backward_hooks"),
-        (test_fusion_sees_step_hooks, optimizers, "step_hooks"),
+        (test_backward_fusion_sees_module_backward_hooks, "backward_hooks"),
+        (test_fusion_sees_step_hooks, "step_hooks"),
     ],
 )
-def test_canaries_die_of_hooks_that_lie_elsewhere(test, home, name, monkeypatch):
-    monkeypatch.setattr(home, name, lambda thing: False)
+def test_canaries_die_of_hooks_that_lie_elsewhere(test, name, monkeypatch):
+    monkeypatch.setattr(nn_and_optim, name, lambda thing: False)
     dies(test)
 
 
 def test_the_canary_dies_of_kernels_chosen_in_another_way(monkeypatch):
-    monkeypatch.setattr(optimizers, "foreach_classes", list(optimizers.foreach_classes))
+    monkeypatch.setattr(nn_and_optim, "foreach_classes", list(nn_and_optim.foreach_classes))
     dies(test_forward_fusion_takes_multi_tensor_kernels)

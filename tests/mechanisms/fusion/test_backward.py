@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from retime import NoEffectWarning, fuse_optimizer
-from retime.foundations.lazy_updates.fused_adam import is_the_same_here
+from retime.foundations.lazy_updates.optimizers import is_the_same_here
 from retime.mechanisms.fusion import BackwardFusion
 from retime.mechanisms.fusion.backward import GradientGuard
 from support.fusion import adamw, assert_same, batches, both, network, train

@@ -119,7 +119,7 @@ class HalfSigned(optim.SGD):
 
 
 def test_a_step_of_ones_own_is_refused_until_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retime.foundations.lazy_updates import eligibility as support
+    from retime.foundations.lazy_updates import optimizers as support
 
     monkeypatch.setattr(support, "_declared", set())
     make = lambda p: HalfSigned(p, lr=0.01)  # noqa: E731

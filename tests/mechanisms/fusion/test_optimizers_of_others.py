@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from retime import declare_per_parameter, fuse_optimizer
-from retime.foundations.lazy_updates import eligibility
+from retime.foundations.lazy_updates import optimizers
 from support.fusion import Run, assert_same, both, network, train
 
 MODES = pytest.mark.parametrize("mode", ["backward", "forward"])
@@ -22,7 +22,7 @@ MODES = pytest.mark.parametrize("mode", ["backward", "forward"])
 
 @pytest.fixture(autouse=True)
 def _declared_here_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligibility, "_declared", set())
+    monkeypatch.setattr(optimizers, "_declared", set())
 
 
 class Small(Optimizer):

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from retime.mechanisms.pipeline import Costs, Planner
-from retime.mechanisms.pipeline import survey as backward_times
+from retime.mechanisms.pipeline import layers as layers_module
 from retime.mechanisms.pipeline.calls import LayerInterceptors
+from retime.mechanisms.pipeline.layers import alike, survey, typical
 from retime.mechanisms.pipeline.stage import MeasuredTimes, Span
-from retime.mechanisms.pipeline.survey import alike, survey, typical
 from retime.schedules import Kind, Task
 from retime.schedules.pipeline import Placement, StageCosts, simulate_pipeline
 from retime.schedules.pipeline.placement import rank_schedule
@@ -54,7 +54,7 @@ class Layer(nn.Module):
 
 
 def surveyed(monkeypatch, layers, clock, before=None, behind=None):
-    monkeypatch.setattr(backward_times, "now", clock)
+    monkeypatch.setattr(layers_module, "now", clock)
     model = nn.Sequential(*layers)
     whole = nn.ModuleList([one for one in (before, model, behind) if one is not None])
     gates = LayerInterceptors(list(model))

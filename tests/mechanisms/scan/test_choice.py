@@ -8,7 +8,7 @@ import torch
 from retime.mechanisms.scan import CostModel, calibrate, choose_solver, set_cost_model
 from retime.mechanisms.scan import calibrate as calibrate_module
 from retime.mechanisms.scan.calibrate import fit_coefficients
-from retime.mechanisms.scan.choice import AUTOGRAD, CPU, WAYS, Shape
+from retime.mechanisms.scan.solvers import AUTOGRAD, CPU, WAYS, Shape
 from support.scan import make_case
 
 

@@ -12,18 +12,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from retime.mechanisms.scan import (
-    CostModel,
-    check_solver,
-    choice,
-    choose_solver,
-    parse_solver,
-    set_cost_model,
-    triton_launch,
-)
-from retime.mechanisms.scan import solvers as solver_module
-from retime.mechanisms.scan.choice import CUDA
-from retime.mechanisms.scan.solvers import TritonChunk
+from retime.mechanisms.scan import CostModel, choose_solver, parse_solver, set_cost_model, solvers, triton_launch
+from retime.mechanisms.scan.solvers import CUDA, TritonChunk, check_solver
 from retime.modules import ScanGRU
 from support.scan import make_case
 
@@ -101,7 +91,7 @@ def test_names(name: str) -> None:
 
 
 def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (solver_module, triton_launch):
+    for module in (solvers, triton_launch):
         monkeypatch.setattr(module, "has_triton", lambda: False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install .*\[triton\].* or use solver='auto' or 'chunk'"):
         ScanGRU(2, 3, solver="triton")
@@ -138,7 +128,7 @@ def choose_on_cuda(hidden: int = 20) -> str:
 
 
 def test_auto_chooses_triton_only_where_it_was_measured_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "why_not", lambda mode, hidden, *place: None if hidden <= 64 else "too wide")
+    monkeypatch.setattr(solvers, "why_not", lambda mode, hidden, *place: None if hidden <= 64 else "too wide")
     monkeypatch.setattr(TritonChunk, "check", lambda *layer: None)
     by_estimate, wide = choose_on_cuda(), choose_on_cuda(hidden=65)
     assert "triton" not in (by_estimate, wide)
@@ -147,7 +137,7 @@ def test_auto_chooses_triton_only_where_it_was_measured_and_runs(monkeypatch: py
     try:
         assert choose_on_cuda() == "triton"
         assert choose_on_cuda(hidden=65) == wide
-        monkeypatch.setattr(choice, "why_not", lambda *layer: "no triton")
+        monkeypatch.setattr(solvers, "why_not", lambda *layer: "no triton")
         assert choose_on_cuda() == by_estimate
     finally:
         set_cost_model("cuda", CUDA)

@@ -55,9 +55,7 @@ def test_pinning_is_undone() -> None:
 
 def test_phase_clock_gives_a_time_for_each_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([1.0, 1.5, 1.75, 3.0, 3.125, 5.125])
-    monkeypatch.setattr(
-        "retime.foundations.measure.step_timer.time", SimpleNamespace(perf_counter=lambda: next(seconds))
-    )
+    monkeypatch.setattr("retime.foundations.measure.timing.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     clock = PhaseClock(torch.device("cpu"))
     for _ in range(2):
         clock.start()

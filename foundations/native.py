@@ -1,4 +1,13 @@
-"""Machine code: from the wheel, or compiled once with the system's C++ compiler and kept."""
+"""C++ of our own: from the wheel, or compiled once with the system's compiler and kept; loaded with ctypes.
+
+A :class:`Source` names C++ files and what they are for. Without a compiler, or on other systems than Linux, its
+``library()`` is the reason, and the feature works without it and says so.
+
+A wheel has them compiled if torch and a compiler were there when it was built: ``make wheel``, or ``pip install
+--no-build-isolation .``. Editable installs and wheels built in isolation compile on first use, which takes seconds. A
+library is used if its name has the hash of the sources, options, kind of processor and, where it calls functions of
+torch, torch's exact version (the memory pool; sums in shared memory fit all versions).
+"""
 
 from __future__ import annotations
 

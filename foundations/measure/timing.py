@@ -1,4 +1,4 @@
-"""Where one training step's time goes: a stop-watch that is switched from phase to phase.
+"""Where one training step's time goes, what each layer costs, and what rounds of a measurement come to.
 
     timer = StepTimer("cuda")
     timer.start()
@@ -15,11 +15,13 @@ clock.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -207,3 +209,118 @@ class StepTimer:
         stretch = self._batches[-1][-1]
         if stretch.phase == "backward":  # a user's own autograd.grad in the forward is no gradient of the step
             stretch.last_gradient = self._clock.mark(stretch.last_gradient)
+
+
+# What each layer of a network costs on this core.
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """What one layer costs: milliseconds of forward (F), output gradient (O), weight gradient (W); gradient bytes."""
+
+    name: str
+    forward_ms: float
+    output_ms: float
+    weight_ms: float
+    bytes: int
+
+
+def layer_times(model: nn.Module, inputs: Tensor, repeats: int = 5) -> list[LayerTimes]:
+    """Median times of the leaf layers, in the order in which the forward pass calls them.
+
+    Each layer is timed by itself on the input it gets inside the network. Arithmetic between layers is not seen, a
+    layer called twice counts its bytes once, and layers whose inputs are not float tensors have no output gradient.
+    """
+    calls: list[tuple[str, nn.Module, Tensor]] = []
+
+    def note(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if arguments and isinstance(arguments[0], Tensor):
+                calls.append((name, module, arguments[0].detach()))
+
+        return hook
+
+    leaves = [(name, module) for name, module in model.named_modules() if not any(module.children())]
+    handles = [module.register_forward_pre_hook(note(name)) for name, module in leaves]
+    try:
+        model(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    seen: set[int] = set()
+    found = []
+    for name, module, given in calls:
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        fresh = [p for p in parameters if id(p) not in seen]
+        seen |= {id(p) for p in fresh}
+        found.append(_one(name, module, given, parameters, sum(p.numel() * p.element_size() for p in fresh), repeats))
+    return found
+
+
+def update_ms(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer], repeats: int = 5) -> float:
+    """Median milliseconds of the whole update, with gradients and states in place."""
+    optimizer = make(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return _median_ms(optimizer.step, repeats)
+
+
+def _one(
+    name: str, module: nn.Module, given: Tensor, parameters: list[nn.Parameter], size: int, repeats: int
+) -> LayerTimes:
+    differentiable = given.is_floating_point()
+    given = given.clone().requires_grad_(differentiable)
+    forward = _median_ms(lambda: module(given), repeats)
+    outputs = module(given)
+    if not isinstance(outputs, Tensor) or not outputs.requires_grad:
+        return LayerTimes(name, forward, 0.0, 0.0, size)
+    gradient = torch.ones_like(outputs)
+
+    def backward(wanted: list[Any]) -> float:
+        if not wanted:
+            return 0.0
+        return _median_ms(lambda: torch.autograd.grad(outputs, wanted, gradient, retain_graph=True), repeats)
+
+    return LayerTimes(name, forward, backward([given] if differentiable else []), backward(list(parameters)), size)
+
+
+def _median_ms(work: Callable[[], Any], repeats: int) -> float:
+    work()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - started) * 1e3)
+    return round(statistics.median(times), 4)
+
+
+# What rounds of a measurement come to: median and quartiles, of values or of ratios inside of each round.
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles over rounds, with the rounds themselves; the unit is the owner's."""
+
+    median: float
+    low: float
+    high: float
+    rounds: list[float] = field(default_factory=list)
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """Between which numbers it lies: the quartiles; of fewer than five rounds, which say little, all of them."""
+        return (min(self.rounds), max(self.rounds)) if 0 < len(self.rounds) < 5 else (self.low, self.high)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, lower and upper quartile of `values`, one value a round."""
+    if not values:
+        raise ValueError("no rounds were measured: set rounds to at least 1")
+    low, median, high = np.percentile(np.asarray(values, dtype=float), [25, 50, 75])
+    return Spread(float(median), float(low), float(high), [float(value) for value in values])
+
+
+def speedup(reference: Sequence[float], other: Sequence[float]) -> Spread:
+    """How many times faster `other` is than `reference`: their ratio in each round, then its spread."""
+    return spread([before / after for before, after in zip(reference, other, strict=True)])
