@@ -24,7 +24,7 @@ from retime.foundations.streams import has_streams
 from retime.foundations.torch_private.engine import dispatch_mode_count, graph_task_id, queue_callback
 from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.fusion import BackwardFusion, FusedParameter, FusionReport, check_can_fuse_in_backward
-from retime.mechanisms.two_streams.graph import GraphedPart, parts_of
+from retime.mechanisms.two_streams.graph import GraphedPart, GraphReport, parts_of
 from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, Parameters, SplitLayer, split_layers
 from retime.mechanisms.two_streams.search import (
     STEPS_TO_SECOND_LOOK,
@@ -43,32 +43,6 @@ STEPS_TO_SEE = 3
 NO_UPDATES_IN_GRAPHS = "a CUDA graph has no updates, whose hyper-parameters may change between steps"
 
 Threads = tuple[Annotated[int, AtLeast(1)], Annotated[int, AtLeast(1)]]
-
-
-@dataclass(frozen=True)
-class GraphReport(Report):
-    """What CUDA graphs replayed.
-
-    Args:
-        parts: of the model that are captured.
-        outside: numbers of layers that are in none of them, by reason.
-        replays: calls of parts that replayed a graph.
-        issued: calls of parts whose kernels were issued one by one though they were to be replayed, by reason.
-    """
-
-    parts: int
-    outside: Mapping[str, int]
-    replays: int
-    issued: Mapping[str, int]
-
-    def what_was_done(self) -> list[str]:
-        return [f"graph: {self.replays} replays of {self.parts} parts"]
-
-    def what_stayed_plain(self) -> list[str]:
-        return [
-            *each_because(self.issued, "calls without a replay"),
-            *each_because(self.outside, "layers outside of graphs"),
-        ]
 
 
 @dataclass(frozen=True)
