@@ -23,17 +23,10 @@ from retime.foundations.parts.split import batch_size_of, leaves_of, map_leaves,
 from retime.foundations.storages import has_storage
 from retime.foundations.torch_private.layers import BatchNormBase, own_buffers
 
-_COMPARISONS: dict[str, Callable[[Any, float], Any]] = {
-    "!=": operator.ne,
-    "==": operator.eq,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<": operator.lt,
-    "<=": operator.le,
-}
 OPPOSITE = {"!=": "==", "==": "!=", ">": "<=", ">=": "<", "<": ">=", "<=": ">"}
 COMPARED = {"ne": "!=", "eq": "==", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """Comparisons, by the names of the operations."""
+_COMPARISONS: dict[str, Callable[[Any, float], Any]] = {of: getattr(operator, name) for name, of in COMPARED.items()}
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,7 @@ class Weighting:
         Where nothing is counted in the whole batch the parts are weighed by samples: the loss has no value then, which
         the step shows with these weights too.
         """
-        return weights_of([self], parts, samples)[0]
+        return weights_by([self], parts, samples)[0]
 
     def raw(self, parts: Sequence[Any], samples: Sequence[int]) -> list[Any]:
         """What each part counts, before it is divided by the total: numbers, or scalars on the parts' device."""
@@ -147,7 +140,7 @@ class Weighting:
         return {"mean": "mean over samples", "sum": "sum over samples"}.get(self.kind, f"mean over {self.count}")
 
 
-def weights_of(weightings: Sequence[Weighting], parts: Sequence[Any], samples: Sequence[int]) -> list[list[float]]:
+def weights_by(weightings: Sequence[Weighting], parts: Sequence[Any], samples: Sequence[int]) -> list[list[float]]:
     """:meth:`Weighting.of` for several at once, with one transfer from the device for all that is counted."""
     raw = [weighting.raw(parts, samples) for weighting in weightings]
     counted = [value.detach().reshape(()) for row in raw for value in row if isinstance(value, Tensor)]
@@ -266,7 +259,7 @@ def loss_weights(certificate: Certificate, parts: Sequence[Any], samples: Sequen
         raise NotSeparableError(certificate.reason)
     sizes = [batch_size_of(part) for part in parts] if samples is None else list(samples)
     try:
-        weights, *others = weights_of([weighting, *certificate.alternatives], parts, sizes)
+        weights, *others = weights_by([weighting, *certificate.alternatives], parts, sizes)
     except LookupError as error:
         raise WeightsUnclearError(str(error)) from error
     for other, different in zip(certificate.alternatives, others, strict=True):

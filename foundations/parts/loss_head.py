@@ -250,18 +250,17 @@ class _Judge:
         """What a mask of the batch chooses, in a sum or in a mean over all that it chooses."""
         masks = rows.given.get("indices", [rows.given.get("mask")])
         whole = rows.given["self"]
+        unclear = NotUnderstoodError(f"how many entries {one} has depends on values that {rows} chooses by")
         if one.shape or len(masks) != 1 or len(whole.shape) < len(masks[0].shape):
-            raise NotUnderstoodError(f"how many entries {one} has depends on values that {rows} chooses by")
-        if one.name == "mean":
-            try:
-                self._counts(one, *_entries_of(masks[0]), factor)
-            except LookupError as error:
-                raise NotUnderstoodError(
-                    f"how many entries {one} has depends on values that {rows} chooses by"
-                ) from error
-            self._check_inside(rows, others)
-        else:
+            raise unclear
+        if one.name == "sum":
             self._collapsed(rows, others, factor)
+            return
+        try:
+            self._counts(one, *_entries_of(masks[0]), factor)
+        except LookupError as error:
+            raise unclear from error
+        self._check_inside(rows, others)
 
     def _loss(self, one: Operation, two: Operation, factor: float) -> None:
         given, other = one.given, two.given
@@ -270,12 +269,9 @@ class _Judge:
         reduction = given.get("reduction", 1)  # a mean, where the call leaves it out
         if reduction == 0:
             raise NotUnderstoodError(f"{one} gives other shapes for other numbers of samples")
-        if one.name not in _LABELLED:
-            if reduction == 1:
-                factor *= _entries(other["self"]) / _entries(given["self"])
-            self._collapsed(one, two, factor)
-            return
-        if reduction == 2:
+        if reduction == 1 and one.name in _REDUCED:
+            factor *= _entries(other["self"]) / _entries(given["self"])
+        if reduction == 2 or one.name in _REDUCED:
             self._collapsed(one, two, factor)
             return
         if given.get("weight") is not None:
@@ -378,8 +374,10 @@ class _Judge:
         if not axes:
             return False
         kept = _unlike(one, two)
-        if len(kept) != 1 or len(axes) != 1 or not self._is_share(one, two, kept[0]):
+        if len(kept) != 1 or len(axes) != 1:
             return True
+        if not math.isclose(one.shape[kept[0]], two.shape[kept[0]] * self._grows):
+            return True  # it is not as long as the number of samples, or a multiple
         axis, dimensions = axes[0], len(given.shape)
         if one.name == "slice" and one.given.get("dim", 0) % dimensions == axis:
             starts = [operation.given.get("start") or 0 for operation in (one, two)]
@@ -409,10 +407,6 @@ class _Judge:
         along = one.given.get("dim", one.given.get("dims", -1 if one.name in _ORDERED else ()))
         along = along if isinstance(along, list | tuple) else (along,)
         return (one.name == "roll" and not along) or any(number % dimensions == axis for number in along)
-
-    def _is_share(self, one: Operation, two: Operation, axis: int) -> bool:
-        """Whether a dimension is as long as the number of samples, or a multiple."""
-        return math.isclose(one.shape[axis], two.shape[axis] * self._grows)
 
     def _same_factor(self, one: Operation, factor: float) -> None:
         if not math.isclose(factor, 1, rel_tol=1e-6):

@@ -339,12 +339,9 @@ class _Calls(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         altered = self._recorder.altered
-        if altered is not None:
-            with altered.within_operation():
-                return self._run(func, args, kwargs)
-        return self._run(func, args, kwargs)
+        with nullcontext() if altered is None else altered.within_operation():
+            return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _READ_WHOLE:

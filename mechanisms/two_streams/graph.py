@@ -154,9 +154,8 @@ class GraphedPart:
         device = self.layers[0].module.weight.device
         if kwargs or not args or not all(_is_plain(one, device) for one in args):
             return None, None, INPUTS
-        if torch.is_anomaly_enabled() or top_saved_tensors_hooks(True) is not None or in_function_transform():
-            return None, None, WATCHED
-        if forward_ad_level() >= 0:
+        is_watched = torch.is_anomaly_enabled() or top_saved_tensors_hooks(True) is not None
+        if is_watched or in_function_transform() or forward_ad_level() >= 0:
             return None, None, WATCHED
         if any(global_backward_hooks()) or any(global_forward_hooks()):
             return None, None, HOOKS
@@ -570,3 +569,15 @@ class GraphReport(Report):
             *each_because(self.issued, "calls without a replay"),
             *each_because(self.outside, "layers outside of graphs"),
         ]
+
+
+def report_of(parts: Sequence[GraphedPart], outside: Counter[str]) -> GraphReport:
+    """Report on these parts; ``outside`` has how many layers are in none of them, by reason."""
+    outside, issued = outside.copy(), Counter[str]()
+    captured = [part for part in parts if part.is_captured]
+    inside = {layer for part in captured for layer in part.layers}
+    for part in parts:
+        issued.update(part.plain)
+        if part.why_not is not None:
+            outside[part.why_not] += len(set(part.layers) - inside)
+    return GraphReport(len(captured), dict(outside), sum(part.replays for part in parts), dict(issued))

@@ -1,8 +1,9 @@
-"""Storages that are handed over once their last owner has let go of them: from then on nothing can write into them.
+"""Storages that autograd saves: handed over once their last owner has let go of them, copied out, and brought back.
 
-Autograd's version counters do not tell of every write. Parts that ``unsafe_chunk`` cuts (so do the kernels of GRU and
-LSTM) share a storage, and each has a counter of its own; so has what ``.data`` gives, and a NumPy array has none. What
-is copied while anybody still holds the storage may be out of date when it comes back; what is copied afterwards cannot.
+From then on nothing can write into them. Autograd's version counters do not tell of every write: parts that
+``unsafe_chunk`` cuts (so do the kernels of GRU and LSTM) share a storage, and each has a counter of its own; so has
+what ``.data`` gives, and a NumPy array has none. What is copied while anybody still holds the storage may be out of
+date when it comes back; what is copied afterwards cannot.
 
 The storage is caught at its end by ``__del__``, which Python allows to keep the object. An exception that a signal
 handler raises there, Ctrl-C's say, would be printed and lost, so no function of Python's begins there: a generator goes
