@@ -1,23 +1,25 @@
 """A batch and its parts: cut, keyed, joined, and weighed so that gradients add up to the whole batch's."""
 
-from retime.foundations.parts.batchnorm import (
+from retime.foundations.parts.combine import (
+    COMPARED,
     BatchNormChoice,
+    Certificate,
+    Example,
+    NotSeparableError,
+    Weighting,
+    WeightsUnclearError,
+    WholeOutput,
     batch_statistics_layers,
+    combined,
+    combined_scalar,
     fix_statistics,
     ghost_momentum,
+    has_entries,
+    loss_weights,
+    normalised,
 )
-from retime.foundations.parts.combine import WholeOutput, combined, combined_scalar, has_entries
-from retime.foundations.parts.loss_head import (
-    READS,
-    Head,
-    NotUnderstoodError,
-    RecordedRun,
-    Recorder,
-    head_of,
-    head_of_loss,
-    record,
-    record_altered,
-)
+from retime.foundations.parts.loss_head import Head, NotUnderstoodError, head_of, head_of_loss
+from retime.foundations.parts.operations import READS, RecordedRun, Recorder, record, record_altered
 from retime.foundations.parts.split import (
     Split,
     balanced_parts,
@@ -32,16 +34,6 @@ from retime.foundations.parts.split import (
     sizes_of,
     split_batch,
     tensors_of,
-)
-from retime.foundations.parts.weights import (
-    COMPARED,
-    Certificate,
-    Example,
-    NotSeparableError,
-    Weighting,
-    WeightsUnclearError,
-    loss_weights,
-    normalised,
 )
 
 __all__ = [

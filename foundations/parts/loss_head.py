@@ -7,47 +7,25 @@ stands a mean or a sum, or the loss is refused by the operation's name. Nothing 
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
-import types
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from dis import opmap
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
-from retime.foundations.messages import is_library
-from retime.foundations.parts.split import loss_of, map_leaves, replaced_tensors, samples_in, tensors_of
-from retime.foundations.parts.weights import COMPARED, OPPOSITE, Count, Weighting
-from retime.foundations.storages import has_storage, tensors_in
-from retime.foundations.torch_private.engine import (
-    DataDependentOutputException,
-    FakeTensor,
-    TorchDispatchMode,
-    schema_of,
-    tree_leaves,
-    tree_map,
-)
-from retime.foundations.torch_private.tensors import storage_address
+from retime.foundations.parts.combine import COMPARED, OPPOSITE, Count, Weighting
+from retime.foundations.parts.operations import SAME_VALUES, WRITTEN, Operation, RecordedRun, without_views
+from retime.foundations.parts.split import loss_of
 
-_SAME_VALUES = {
-    *("view", "_unsafe_view", "_reshape_alias", "reshape", "squeeze", "unsqueeze", "clone", "_to_copy", "detach"),
-    *("alias", "lift_fresh", "permute", "transpose", "t", "expand", "copy", "view_as_real", "real"),
-}
-"""Operations that give the values that they are given, in another shape or type."""
 _COPIES = {"clone", "detach", "alias"}
 _SOME_VALUES = {"select", "slice", "unbind", "split", "split_with_sizes", "narrow", "stack", "cat"}
 _VALUES_LEFT_OUT = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros"}
 _VALUES_LEFT_OUT |= {"new_ones", "new_full", "new_empty", "new_empty_strided"}
 """Operations that take a shape or a type of what they are given, and no value."""
-_NOTHING = {"zeros", "zeros_like", "new_zeros"}
 _ORDERED = {"sort", "topk", "argsort", "kthvalue", "mode"}
 """Operations along the last dimension, where a call says nothing else."""
 _PRODUCTS = {"mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "matmul"}
@@ -55,8 +33,6 @@ _FACTORS = {"mul", "div"}
 _WINDOWS = ("avg_pool", "max_pool", "adaptive_", "_adaptive_", "upsample_", "_upsample_", "reflection_", "replic")
 _EACH_ROW = {"arange", "repeat_interleave"}
 """What numbers samples by their places."""
-READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
-_READ_WHOLE = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _REDUCED = {
     *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
     *("soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss_forward"),
@@ -69,442 +45,10 @@ _NEVER_NEGATIVE = {
     *("bitwise_not", "randint", "abs", "one_hot"),
 }
 """What computes labels none of which is negative, as ``ignore_index`` mostly is; ``remainder`` by numbers above 0."""
-_WRITTEN = "a write into a part of a tensor"
-_SIGNED = 4096
-"""So many entries of a constant are read to compare it between two runs."""
-_MORE = 3
-_SHOWN = 64
-"""What gives no more entries than these may be named in an error, with its line."""
-_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
-
-
-# Other values for those that a step reads, or that modules give: what is true of a step is true with them too.
-
-Alteration = Literal["other", "low", "high", "zero"]
-_FAR = 1e9
-_SHORTCUTS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
-"""Modules that read whether a mask masks anything, and leave it out where it does not: that changes no result."""
-_CALLERS = 24  # torch's own are in between
-
-
-@dataclass
-class PerturbedReads:
-    """Stands in for the values that a step reads.
-
-    Args:
-        which: positions among all reads of those that are altered, and all that follow the last of them.
-        how: ``"other"``: the other truth value, and a number that is one larger; ``"low"`` and ``"high"``: false or
-            true, and a number far from any; ``"zero"``: false or 0, so that what is counted is another number.
-    """
-
-    which: Container[int]
-    last: int
-    how: Alteration
-    _position: int = -1
-    _refused: BaseException | None = None
-
-    @contextmanager
-    def within_operation(self) -> Iterator[None]:
-        """Around an operation of torch: one that raises an error after it has read a value has checked it."""
-        before = self._position
-        try:
-            yield
-        except Exception as error:
-            if self._position > before:
-                self._refused = error
-            raise
-
-    def checked(self, error: BaseException) -> bool:
-        """Whether the step raised this because it checks values; otherwise it could not run on what it read."""
-        return error is self._refused or _raised_by_step(error)
-
-    def instead_of(self, value: Any) -> Any:
-        """What the next read gives."""
-        self._position += 1
-        if (self._position not in self.which and self._position <= self.last) or _in_shortcut():
-            return value
-        return self._changed(value)
-
-    def _changed(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self._changed(one) for one in value]
-        if isinstance(value, bool):
-            return not value if self.how == "other" else self.how == "high"
-        if isinstance(value, int):
-            return {"other": value + 1, "low": 0, "high": value + 1000, "zero": 0}[self.how]
-        if isinstance(value, float):
-            return {"other": value + 1, "low": -_FAR, "high": _FAR, "zero": 0.0}[self.how]
-        if hasattr(value, "dtype") and hasattr(value, "copy"):  # an array of NumPy
-            if self.how == "zero":
-                return value * 0
-            return ~value if value.dtype == bool else value + {"other": 1, "low": -1000, "high": 1000}[self.how]
-        return value
-
-
-def _in_shortcut() -> bool:
-    frame: types.FrameType | None = sys._getframe(1)
-    for _ in range(_CALLERS):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") in _SHORTCUTS:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _raised_by_step(error: BaseException) -> bool:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    code: types.CodeType = trace.tb_frame.f_code
-    module = str(trace.tb_frame.f_globals.get("__name__", ""))
-    raised = code.co_code[trace.tb_lasti] in (opmap["RAISE_VARARGS"], opmap.get("RERAISE"))
-    return raised and (module.partition(".")[0] != "torch" or module.startswith("torch.distributions"))
 
 
 class NotUnderstoodError(Exception):
     """A number is neither a mean nor a sum over samples or labels, as far as its operations tell."""
-
-
-@dataclass(eq=False)
-class Operation:
-    """One result of an operation, or what a step began with.
-
-    Attributes:
-        name: without overload and underscore; ``"constant"`` and ``"batch"`` for what no operation gave.
-        given: what the operation was given, by name: operations in the place of tensors.
-        varies: follows from samples.
-        value: of a constant: the sum of its absolute values; NaN where it was not read, or is drawn at random.
-        selects: how many entries there are depends on values.
-        where: the user's line that ran it; empty if it is none.
-        place: of a tensor in the batch.
-        floating, truth: of a tensor in the batch: its entries are no whole numbers, or are true or false.
-        edge: a layer returned it.
-    """
-
-    name: str
-    given: dict[str, Any] = field(default_factory=dict, repr=False)
-    shape: tuple[int, ...] = ()
-    varies: bool = False
-    value: float = math.nan
-    selects: bool = False
-    where: str = ""
-    place: str = ""
-    floating: bool = False
-    truth: bool = False
-    edge: bool = False
-
-    def operands(self) -> Iterator[Operation]:
-        """The tensors among what it was given."""
-        for value in self.given.values():
-            if isinstance(value, Operation):
-                yield value
-            elif isinstance(value, list | tuple):
-                yield from (one for one in value if isinstance(one, Operation))
-
-    def __str__(self) -> str:
-        return f"`{self.name}`{f' ({self.where})' if self.where else ''}"
-
-
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations of a step.
-
-    Args:
-        batch: what it runs on, of tensors that share no memory.
-        altered: what reads of samples' values give instead.
-        more: what is chosen by samples' values has some more rows.
-        all_vary: tensors of the batch that have no dimension of samples vary too.
-
-    Attributes:
-        reads, chosen: how often values were read, and chosen by values outside of layers.
-        values: all that were read, those that follow from no sample too.
-        inside: how many layers run, each in the one before; what they choose by values is theirs.
-    """
-
-    def __init__(
-        self, batch: Any, altered: PerturbedReads | None = None, more: bool = False, all_vary: bool = False
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.reads, self.altered, self.inside = 0, altered, 0
-        self.values: list[Any] = []
-        self.chosen, self.more = 0, more
-        self._results: dict[int, dict[Any, Operation]] = {}  # by storage and by how the tensor looks at it
-        self._changed: dict[int, list[Operation]] = {}  # by storage that was written through a window: all in it
-        self._held: list[Any] = []  # so that no other storage gets the same number
-        named, samples = tensors_of(batch), 0 if all_vary else samples_in(batch)
-        for place, tensor in named.items():
-            varies = all_vary or (tensor.dim() > 0 and tensor.shape[0] == samples)
-            one = Operation("batch", {}, tuple(tensor.shape), varies, place=place)
-            one.floating, one.truth = tensor.is_floating_point(), tensor.dtype == torch.bool
-            self._put(tensor, one)
-        places = {id(tensor) for tensor in named.values()}
-        for tensor in tensors_in(batch):
-            if id(tensor) not in places:
-                self._put(tensor, Operation("batch", {}, tuple(tensor.shape), True))
-
-    def operation_of(self, tensor: Tensor) -> Operation:
-        """What gave this tensor."""
-        storage, window = self._key(tensor)
-        operation = self._results.get(storage, {}).get(window)
-        if operation is None:
-            inside = self._changed.get(storage)
-            if inside is not None:
-                varies = any(one.varies for one in inside)
-                return Operation(_WRITTEN, {"inside": inside}, tuple(tensor.shape), varies)
-            operation = Operation("constant", {}, tuple(tensor.shape), value=_signature(tensor))
-            self._put(tensor, operation)
-        return operation
-
-    def at_edge(self, tensor: Tensor) -> None:
-        """A layer has returned this tensor."""
-        self.operation_of(tensor).edge = True
-
-    def is_mean(self, result: Tensor, inside: dict[str, Any]) -> None:
-        """A loss of torch's gave this, however it is computed."""
-        given = {key: self.operation_of(v) if isinstance(v, Tensor) else v for key, v in inside.items()}
-        storage, window = self._key(result)
-        whole = Operation("cross_entropy", given, tuple(result.shape), True, where=_users_line())
-        self._results[storage] = {window: whole}
-
-    def read(self, value: Any, tensor: Tensor | None) -> Any:
-        """What Python gets that reads a value; layers decide by those of micro-batches, and get them as they are."""
-        self.values.append(value)
-        if self.inside or tensor is None or not self.operation_of(tensor).varies:
-            return value
-        self.reads += 1
-        return value if self.altered is None else self.altered.instead_of(value)
-
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operation, or what hands all values of a tensor to Python, gives."""
-        return func(*args, **kwargs)
-
-    def _with_rows(self, result: Any, given: dict[str, Any]) -> Any:
-        """What samples' values choose, of which Python gets the shape; with some more where that is altered."""
-        if not any(one.varies for one in Operation("", given).operands()):
-            return result
-        self.chosen += 1
-        if not self.more:
-            return result
-        return tree_map(
-            lambda one: torch.cat([one, one.new_zeros(_MORE, *one.shape[1:])]) if isinstance(one, Tensor) else one,
-            result,
-        )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, schema = kwargs or {}, schema_of(func)
-        name = schema.name.removeprefix("aten::")
-        if name in READS:
-            return self.read(self.run(func, args, kwargs), next((a for a in args if isinstance(a, Tensor)), None))
-        names = [argument.name for argument in schema.arguments]
-        before = {key: self._noted(value) for key, value in (*zip(names, args, strict=False), *kwargs.items())}
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        selects = name != "_ctc_loss" and torch.Tag.dynamic_output_shape in func.tags
-        if name in ("index", "index_put", "index_put_") and args[1]:
-            by_mask = any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
-            selects, before["by_mask"] = by_mask and name == "index", by_mask
-        result = self.run(func, args, kwargs)
-        if name == "bincount" and len(result) <= before.get("minlength", 0):
-            selects = False  # as many bins as were asked for
-        if selects and not self.inside:
-            result = self._with_rows(result, before)
-        operation = Operation(name.removesuffix("_") if schema.is_mutable else name, before, selects=selects)
-        operation.varies = any(one.varies for one in operation.operands())
-        written = [
-            value
-            for value, argument in zip([*args, *kwargs.values()], schema.arguments, strict=False)
-            if schema.is_mutable
-            and isinstance(value, Tensor)
-            and argument.alias_info is not None
-            and argument.alias_info.is_write
-        ]
-        for tensor in written:
-            storage, window = self._key(tensor)
-            others = [one for key, one in self._results.get(storage, {}).items() if key != window]
-            if others:
-                self._changed[storage] = [*self._changed.get(storage, others), self._shaped(operation, tensor, random)]
-            self._results[storage] = {}
-            self._put(tensor, self._shaped(operation, tensor, random))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and all(leaf is not one for one in written):
-                self._put(leaf, self._shaped(operation, leaf, random))
-        return result
-
-    def _shaped(self, operation: Operation, tensor: Tensor, random: bool) -> Operation:
-        one = Operation(
-            operation.name, operation.given, tuple(tensor.shape), operation.varies, selects=operation.selects
-        )
-        if not operation.varies:
-            has_value = operation.name == "lift_fresh" or not any(
-                math.isnan(operand.value) for operand in operation.operands()
-            )
-            unread = random or not has_value
-            one.value = 0.0 if operation.name in _NOTHING else math.nan if unread else _signature(tensor)
-        elif tensor.numel() <= _SHOWN or operation.selects:
-            one.where = _users_line()
-        return one
-
-    def _noted(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self.operation_of(value)
-        return [self._noted(one) for one in value] if isinstance(value, list | tuple) else value
-
-    def _put(self, tensor: Tensor, operation: Operation) -> None:
-        """What gave a tensor; another name for one that is there is that one."""
-        storage, window = self._key(tensor)
-        self._results.setdefault(storage, {}).setdefault(window, operation)
-
-    def _key(self, tensor: Tensor) -> tuple[int, Any]:
-        if not _has_memory(tensor):
-            self._held.append(tensor)
-            return id(tensor), None
-        storage = tensor.untyped_storage()
-        self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-        window = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        return int(storage_address(storage)), window
-
-
-class _Calls(TorchFunctionMode):
-    """Tells a recorder of losses whose operations say less than their arguments, and of values that are read whole."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        altered = self._recorder.altered
-        if altered is not None:
-            with altered.within_operation():
-                return self._run(func, args, kwargs)
-        return self._run(func, args, kwargs)
-
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func in _READ_WHOLE:
-            return self._recorder.read(self._recorder.run(func, args, kwargs), args[0])
-        result = func(*args, **kwargs)
-        if func is F.cross_entropy:
-            bound = _CROSS_ENTROPY.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = bound.arguments
-            legacy = given["size_average"] is not None or given["reduce"] is not None
-            smoothed = given["label_smoothing"] and given["reduction"] == "mean" and not legacy
-            if smoothed and given["weight"] is None and not given["target"].is_floating_point():
-                self._recorder.is_mean(result, {"self": given["input"], **given, "weight": None, "reduction": 1})
-        return result
-
-
-@dataclass(frozen=True)
-class RecordedRun:
-    """A step on some samples: what it gave, and who noted its operations."""
-
-    samples: int
-    output: Any
-    recorder: Recorder
-
-
-def record(
-    step: Callable[[Any], Any],
-    batch: Any,
-    looks: Callable[[Recorder], Any] | None = None,
-    altered: PerturbedReads | None = None,
-    more: bool = False,
-    kind: Callable[..., Recorder] | None = None,
-    samples: int | None = None,
-) -> RecordedRun:
-    """Run a step and note its operations. The caller sees to it that it begins alike each time and leaves no trace.
-
-    Args:
-        looks: is given the recorder before the run, to tell it what layers return.
-        altered: what reads of samples' values give instead.
-        more: what is chosen by samples' values outside of layers has some more rows.
-        kind: of recorder, for a step that may run backward passes of its own: what autograd saves is kept.
-        samples: how many there are, where the batch's first dimensions do not tell.
-    """
-    batch = replaced_tensors(batch, torch.clone)
-    recorder = (kind or Recorder)(batch, altered, more, samples is not None)
-    if looks is not None:
-        looks(recorder)
-    hooks = nullcontext() if kind is not None else torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing)
-    with torch.enable_grad(), hooks, recorder, _Calls(recorder):
-        output = step(batch)
-    count = samples_in(batch) if samples is None else samples
-    return RecordedRun(count, output, recorder)
-
-
-def _nothing(_: Any) -> Any:
-    """Keep nothing of what autograd would save."""
-
-
-def record_altered(
-    step: Callable[[Any], Any],
-    batch: Any,
-    run: RecordedRun,
-    looks: Callable[[Recorder], Any] | None = None,
-    kind: Callable[..., Recorder] | None = None,
-    samples: int | None = None,
-) -> Iterator[RecordedRun | None]:
-    """The same with other values where it reads those of samples, and more of them where it chooses by values.
-
-    Gives None where it can run on none of them. Left out are runs in which it checks what it reads, and raises.
-
-    Args:
-        looks, kind, samples: as in :func:`record`.
-    """
-    further: dict[str, Any] = {"looks": looks, "kind": kind, "samples": samples}
-    reads = run.recorder.reads
-    alone = [[number] for number in range(min(reads, _ALTERED_ALONE))]
-    for which in [*alone, range(reads)] if reads else ():
-        could, refused = False, False
-        for how in get_args(Alteration):
-            altered = PerturbedReads(set(which), max(which), how)
-            try:
-                other = record(step, batch, altered=altered, **further)
-            except Exception as error:  # as math.exp() of what is too large
-                refused |= altered.checked(error)
-                continue
-            could = True
-            yield other
-        if not could and not refused:
-            yield None
-    if run.recorder.chosen:
-        altered = PerturbedReads((), sys.maxsize, "other")
-        try:
-            yield record(step, batch, altered=altered, more=True, **further)
-        except Exception as error:
-            if not altered.checked(error):
-                yield None
-    for texts in _other_texts(batch) if samples is None else ():
-        try:
-            yield record(step, texts, **further)
-        except Exception:
-            yield None
-
-
-def _other_texts(batch: Any) -> Iterator[Any]:
-    """The batch with the shortest, and with the longest, of the texts of its samples in the place of all."""
-    samples = samples_in(batch)
-
-    def is_text(leaf: Any) -> bool:
-        return isinstance(leaf, list | tuple) and len(leaf) == samples and all(isinstance(t, str | bytes) for t in leaf)
-
-    for choose in (min, max):
-        others: list[Any] = []
-
-        def change(_: str, leaf: Any, choose: Any = choose, others: list[Any] = others) -> Any:
-            if not is_text(leaf):
-                return leaf
-            others.append(leaf)
-            return type(leaf)([choose(leaf, key=len)] * len(leaf))
-
-        changed = map_leaves(batch, change)
-        if others:
-            yield changed
-
-
-_ALTERED_ALONE = 4
-"""So many reads of values are each altered by itself too: one that is checked would hide what follows."""
 
 
 @dataclass(frozen=True)
@@ -634,7 +178,7 @@ class _Judge:
             self.follow(given["self"], other["self"], factor)
         elif name in ("mul", "div"):
             self._scaled(one, two, factor)
-        elif name in _SAME_VALUES | _SOME_VALUES:
+        elif name in SAME_VALUES | _SOME_VALUES:
             self._passed_on(one, two, factor)
         elif name in ("dot", "vdot") and given["self"].shape != other["self"].shape:
             self._collapsed(one, two, factor)
@@ -689,7 +233,7 @@ class _Judge:
 
     def _reduced(self, one: Operation, two: Operation, factor: float) -> None:
         before, other = one.given["self"], two.given["self"]
-        rows, others = _without_views(before), _without_views(other)
+        rows, others = without_views(before), without_views(other)
         if rows.selects and rows.name in ("index", "masked_select") and rows.name == others.name:
             self._chosen(one, rows, others, factor)
             return
@@ -706,18 +250,17 @@ class _Judge:
         """What a mask of the batch chooses, in a sum or in a mean over all that it chooses."""
         masks = rows.given.get("indices", [rows.given.get("mask")])
         whole = rows.given["self"]
+        unclear = NotUnderstoodError(f"how many entries {one} has depends on values that {rows} chooses by")
         if one.shape or len(masks) != 1 or len(whole.shape) < len(masks[0].shape):
-            raise NotUnderstoodError(f"how many entries {one} has depends on values that {rows} chooses by")
-        if one.name == "mean":
-            try:
-                self._counts(one, *_entries_of(masks[0]), factor)
-            except LookupError as error:
-                raise NotUnderstoodError(
-                    f"how many entries {one} has depends on values that {rows} chooses by"
-                ) from error
-            self._check_inside(rows, others)
-        else:
+            raise unclear
+        if one.name == "sum":
             self._collapsed(rows, others, factor)
+            return
+        try:
+            self._counts(one, *_entries_of(masks[0]), factor)
+        except LookupError as error:
+            raise unclear from error
+        self._check_inside(rows, others)
 
     def _loss(self, one: Operation, two: Operation, factor: float) -> None:
         given, other = one.given, two.given
@@ -726,12 +269,9 @@ class _Judge:
         reduction = given.get("reduction", 1)  # a mean, where the call leaves it out
         if reduction == 0:
             raise NotUnderstoodError(f"{one} gives other shapes for other numbers of samples")
-        if one.name not in _LABELLED:
-            if reduction == 1:
-                factor *= _entries(other["self"]) / _entries(given["self"])
-            self._collapsed(one, two, factor)
-            return
-        if reduction == 2:
+        if reduction == 1 and one.name in _REDUCED:
+            factor *= _entries(other["self"]) / _entries(given["self"])
+        if reduction == 2 or one.name in _REDUCED:
             self._collapsed(one, two, factor)
             return
         if given.get("weight") is not None:
@@ -748,7 +288,7 @@ class _Judge:
         """Here samples become one number: a sum over them, or a mean."""
         inner, other = one.given.get("self"), two.given.get("self")
         while one.name in ("sum", "mean") and isinstance(inner, Operation) and isinstance(other, Operation):
-            inner, other = _without_views(inner), _without_views(other)
+            inner, other = without_views(inner), without_views(other)
             by, of = inner.given.get("other"), other.given.get("other")
             if inner.name not in _FACTORS or inner.name != other.name or not _is_number(by) or not _is_number(of):
                 break
@@ -789,11 +329,11 @@ class _Judge:
     def _operands(self, one: Operation, two: Operation) -> Iterator[tuple[Operation, Operation]]:
         """What both were given; shapes aside, which one sample may leave out."""
         given, other = (
-            [_without_views(operand) for operand in operation.operands() if operand.varies] for operation in (one, two)
+            [without_views(operand) for operand in operation.operands() if operand.varies] for operation in (one, two)
         )
         if [operation.name for operation in given] != [operation.name for operation in other]:
             raise NotUnderstoodError(f"{one} is computed in other ways for other samples")
-        if one.name not in _SAME_VALUES | _SOME_VALUES | {_WRITTEN} and one not in self._scales:
+        if one.name not in SAME_VALUES | _SOME_VALUES | {WRITTEN} and one not in self._scales:
             for key, value in one.given.items():
                 there = two.given.get(key)
                 if isinstance(value, Operation) and isinstance(there, Operation):
@@ -827,27 +367,29 @@ class _Judge:
         """Whether a sample's entries of a result may follow from another sample's."""
         varying = ([operand for operand in operation.operands() if operand.varies] for operation in (one, two))
         pairs = zip(*varying, strict=True)
-        return one.name != _WRITTEN and any(self._mixes(one, two, given, other) for given, other in pairs)
+        return one.name != WRITTEN and any(self._mixes(one, two, given, other) for given, other in pairs)
 
     def _mixes(self, one: Operation, two: Operation, given: Operation, other: Operation) -> bool:
         axes = _unlike(given, other)
         if not axes:
             return False
         kept = _unlike(one, two)
-        if len(kept) != 1 or len(axes) != 1 or not self._is_share(one, two, kept[0]):
+        if len(kept) != 1 or len(axes) != 1:
             return True
+        if not math.isclose(one.shape[kept[0]], two.shape[kept[0]] * self._grows):
+            return True  # it is not as long as the number of samples, or a multiple
         axis, dimensions = axes[0], len(given.shape)
         if one.name == "slice" and one.given.get("dim", 0) % dimensions == axis:
             starts = [operation.given.get("start") or 0 for operation in (one, two)]
             return not math.isclose(starts[0], starts[1] * self._grows)
-        if one.name in _SAME_VALUES | _SOME_VALUES:
+        if one.name in SAME_VALUES | _SOME_VALUES:
             return False
         if one.name in ("index", "index_put", "_unsafe_index") and given is one.given["self"]:
             if one.given.get("by_mask") and one.name == "index_put":
                 return False  # writes where the mask is, entry by entry
             number = (list(one.given["indices"]) + [None] * dimensions)[axis]
-            return number is not None and _without_views(number).name not in _EACH_ROW
-        if one.name in ("index_select", "index_add") and _without_views(one.given["index"]).name in _EACH_ROW:
+            return number is not None and without_views(number).name not in _EACH_ROW
+        if one.name in ("index_select", "index_add") and without_views(one.given["index"]).name in _EACH_ROW:
             return False
         if one.name in _PRODUCTS:
             left, right = [operand for operand in one.operands() if len(operand.shape)][-2:]
@@ -866,22 +408,9 @@ class _Judge:
         along = along if isinstance(along, list | tuple) else (along,)
         return (one.name == "roll" and not along) or any(number % dimensions == axis for number in along)
 
-    def _is_share(self, one: Operation, two: Operation, axis: int) -> bool:
-        """Whether a dimension is as long as the number of samples, or a multiple."""
-        return math.isclose(one.shape[axis], two.shape[axis] * self._grows)
-
     def _same_factor(self, one: Operation, factor: float) -> None:
         if not math.isclose(factor, 1, rel_tol=1e-6):
             raise NotUnderstoodError(f"{one} is multiplied by a number that depends on how many samples there are")
-
-
-def _without_views(operation: Operation) -> Operation:
-    while operation.name in _SAME_VALUES and not operation.edge and "self" in operation.given:
-        before = operation.given["src" if operation.name == "copy" and "src" in operation.given else "self"]
-        if not isinstance(before, Operation):
-            break
-        operation = before
-    return operation
 
 
 def _unlike(one: Operation, two: Operation) -> list[int]:
@@ -904,7 +433,7 @@ def _known_value(constant: Operation | float) -> float:
     """What a constant is; what is added to one without values, as numbers of samples are to metrics' counts."""
     if not isinstance(constant, Operation):
         return abs(float(constant))
-    added = _without_views(constant)
+    added = without_views(constant)
     more = added.given.get("other")
     if math.isnan(constant.value) and added.name == "add" and isinstance(more, int | float):
         before = _known_value(added.given["self"])
@@ -991,11 +520,11 @@ def _counted(number: Operation, where: Operation) -> tuple[Count, bool]:
             least = lowest
         elif given.name == "add" and isinstance(more, int | float) and more >= 0 and not added and least is None:
             added = more * given.given.get("alpha", 1)
-        elif given.name not in _SAME_VALUES:
+        elif given.name not in SAME_VALUES:
             break
         given = given.given["self"]
-    while _without_views(given).name == "sum":
-        given = _without_views(given).given["self"]
+    while without_views(given).name == "sum":
+        given = without_views(given).given["self"]
     try:
         if _entries(number) == 1 and given is not number:
             count, compares = _entries_of(given, summed=True)
@@ -1008,7 +537,7 @@ def _counted(number: Operation, where: Operation) -> tuple[Count, bool]:
 def _mask_of(summed: Operation) -> Count | None:
     """What a sum over samples leaves out, or multiplies its entries by; None where that is not in the batch."""
     inner = summed.given.get("self")
-    product = _without_views(inner) if summed.name == "sum" and isinstance(inner, Operation) else summed
+    product = without_views(inner) if summed.name == "sum" and isinstance(inner, Operation) else summed
     factors = {"mul": product.operands(), "index": product.given.get("indices", ())}
     factors |= {"masked_select": [product.given.get("mask")]}
     for factor in factors.get(product.name, ()):
@@ -1040,7 +569,7 @@ def _entries_of(mask: Operation, summed: bool = False) -> tuple[Count, bool]:
             cut.append((mask.name, numbers))
         elif mask.name == "_to_copy":
             truncated |= dtype is not None and not dtype.is_floating_point
-        elif mask.name not in _SAME_VALUES - {"expand", "copy"} or (cut and mask.name not in _COPIES):
+        elif mask.name not in SAME_VALUES - {"expand", "copy"} or (cut and mask.name not in _COPIES):
             raise LookupError
         mask = mask.given.get("self")  # type: ignore[assignment]
         if not isinstance(mask, Operation):
@@ -1066,31 +595,3 @@ def _cut(operation: Operation) -> tuple[int, ...] | None:
     start, stop, step = given.get("start") or 0, given.get("end"), given.get("step", 1)
     stop = sys.maxsize if stop is None or stop >= before.shape[dimension] else stop
     return (dimension, start, stop, step) if stop < 0 or stop == sys.maxsize else None
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return has_storage(tensor) or type(tensor) is FakeTensor
-
-
-def _signature(tensor: Tensor) -> float:
-    if tensor.device.type == "meta" or not _has_memory(tensor):
-        return math.nan
-    some = tensor.detach()
-    try:
-        if some.numel() == 1:
-            return abs(some.item())
-        if some.numel() > _SIGNED:
-            some = some.flatten()[:: some.numel() // _SIGNED]
-        return float(some.sum() if some.dtype == torch.bool else some.abs().double().sum())
-    except DataDependentOutputException:  # a tensor without values
-        return math.nan
-
-
-def _users_line() -> str:
-    """The innermost line that no library owns."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if not is_library(frame.f_globals.get("__name__", "")):
-            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -56,7 +56,7 @@ class SubBatches:
         compare: whether the step does the same with batches of other sizes than are known; as default it is run
             without values.
         ghost: BatchNorm layers take their statistics from each sub-batch, by the user's choice: their momentum is made
-            smaller meanwhile (:func:`~retime.foundations.parts.batchnorm.ghost_momentum`).
+            smaller meanwhile (:func:`~retime.foundations.parts.combine.ghost_momentum`).
 
     Attributes:
         certificate: the one in force; keep it for the next batch.

@@ -2,11 +2,11 @@
 
 from retime.mechanisms.two_streams.backward import (
     NO_UPDATES_IN_GRAPHS,
-    GraphReport,
     Threads,
     TwoStreamBackward,
     TwoStreamReport,
 )
+from retime.mechanisms.two_streams.graph import GraphReport
 from retime.mechanisms.two_streams.search import Setting
 
 __all__ = ["NO_UPDATES_IN_GRAPHS", "GraphReport", "Setting", "Threads", "TwoStreamBackward", "TwoStreamReport"]

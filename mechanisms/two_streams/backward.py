@@ -31,7 +31,7 @@ from retime.foundations.streams import has_streams
 from retime.foundations.torch_private.engine import dispatch_mode_count, graph_task_id, queue_callback
 from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.fusion import BackwardFusion, FusedParameter, FusionReport, check_can_fuse_in_backward
-from retime.mechanisms.two_streams.graph import GraphedPart, parts_of
+from retime.mechanisms.two_streams.graph import GraphedPart, GraphReport, parts_of, report_of
 from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, Parameters, SplitLayer, split_layers
 from retime.mechanisms.two_streams.search import (
     STEPS_TO_SECOND_LOOK,
@@ -49,32 +49,6 @@ STEPS_TO_SEE = 3
 NO_UPDATES_IN_GRAPHS = "a CUDA graph has no updates, whose hyper-parameters may change between steps"
 
 Threads = tuple[Annotated[int, AtLeast(1)], Annotated[int, AtLeast(1)]]
-
-
-@dataclass(frozen=True)
-class GraphReport(Report):
-    """What CUDA graphs replayed.
-
-    Args:
-        parts: of the model that are captured.
-        outside: numbers of layers that are in none of them, by reason.
-        replays: calls of parts that replayed a graph.
-        issued: calls of parts whose kernels were issued one by one though they were to be replayed, by reason.
-    """
-
-    parts: int
-    outside: Mapping[str, int]
-    replays: int
-    issued: Mapping[str, int]
-
-    def what_was_done(self) -> list[str]:
-        return [f"graph: {self.replays} replays of {self.parts} parts"]
-
-    def what_stayed_plain(self) -> list[str]:
-        return [
-            *each_because(self.issued, "calls without a replay"),
-            *each_because(self.outside, "layers outside of graphs"),
-        ]
 
 
 @dataclass(frozen=True)
@@ -304,21 +278,10 @@ class TwoStreamBackward:
             self._counts[True],
             self._counts[False],
             self._held_bytes,
-            self._graph_report() if self._has_graph else None,
+            report_of(self._parts, self._outside) if self._has_graph else None,
             self._updates,
             None if self.fusion is None else self.fusion.report(),
         )
-
-    def _graph_report(self) -> GraphReport:
-        outside, issued = self._outside.copy(), Counter[str]()
-        for part in self._parts:
-            issued.update(part.plain)
-        parts = [part for part in self._parts if part.is_captured]
-        inside = {layer for part in parts for layer in part.layers}
-        for part in self._parts:
-            if part.why_not is not None:
-                outside[part.why_not] += len(set(part.layers) - inside)
-        return GraphReport(len(parts), dict(outside), sum(part.replays for part in self._parts), dict(issued))
 
     def _where(self) -> tuple[int, dict[str, int]]:
         """Return how many layers' weight gradients can run elsewhere, and how many stay in order, by reason."""
@@ -558,9 +521,8 @@ class TwoStreamBackward:
         totals: dict[nn.Parameter, Tensor] = {}
         for one in waiting:
             for parameter, gradient in zip(one.parameters, one.job.gradients, strict=True):
-                if (
-                    parameter is not None and gradient is not None
-                ):  # calls of one layer are added up before .grad, as autograd does
+                # calls of one layer are added up before .grad, as autograd does
+                if parameter is not None and gradient is not None:
                     totals[parameter] = totals[parameter] + gradient if parameter in totals else gradient
             one.job.gradients = ()
         for one in waiting:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,17 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.lazy_updates import is_compiled, settle_all
-from retime.foundations.messages import warn_difference, warn_no_effect
+from retime.foundations.messages import Report, each_because, warn_difference, warn_no_effect
 from retime.foundations.preserve_state import random_state, set_random_state
 from retime.foundations.torch_private.engine import (
-    TorchDispatchMode,
     dispatch_mode_count,
     forward_ad_level,
     function_mode_count,
     graph_task_id,
     in_function_transform,
     keeps_graph,
-    schema_of,
     top_saved_tensors_hooks,
     tree_flatten,
     tree_leaves,
@@ -45,7 +44,7 @@ from retime.foundations.torch_private.nn_and_optim import (
 )
 from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.two_streams.layers import COMPILED, SEVERAL_USES, SplitLayer
-from retime.mechanisms.two_streams.static_code import StaticCode
+from retime.mechanisms.two_streams.static_code import NotStaticError, StaticCode, Watch, are_own, uses_of
 
 LEAST_LAYERS = 2
 FEW = f"they are in no module with {LEAST_LAYERS} such layers"
@@ -154,9 +153,8 @@ class GraphedPart:
         device = self.layers[0].module.weight.device
         if kwargs or not args or not all(_is_plain(one, device) for one in args):
             return None, None, INPUTS
-        if torch.is_anomaly_enabled() or top_saved_tensors_hooks(True) is not None or in_function_transform():
-            return None, None, WATCHED
-        if forward_ad_level() >= 0:
+        is_watched = torch.is_anomaly_enabled() or top_saved_tensors_hooks(True) is not None
+        if is_watched or in_function_transform() or forward_ad_level() >= 0:
             return None, None, WATCHED
         if any(global_backward_hooks()) or any(global_forward_hooks()):
             return None, None, HOOKS
@@ -382,45 +380,6 @@ class _Capture:
 # One run on copies, before anything is captured.
 
 
-class _NotStaticError(Exception):
-    """An operation that a graph cannot have."""
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Stops before an operation that hands a value to the host, meets another device, or writes into what was there.
-
-    Args:
-        device: of all tensors.
-        copies: that may be written into, beside what operations make.
-    """
-
-    def __init__(self, device: torch.device, copies: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
-        self._own = {one.untyped_storage().data_ptr() for one in copies}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-        masks = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default) and any(
-            one.dtype in (torch.bool, torch.uint8) for one in tensors[1:]
-        )
-        if any(tag in func.tags for tag in tags) or masks:
-            raise _NotStaticError(f"the host reads a value of it ({func})")
-        if any(one.device != self._device for one in tensors):
-            raise _NotStaticError(f"it works with a tensor of another device ({func})")
-        for argument, value in zip(schema_of(func).arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = (one for one in tree_leaves(value) if isinstance(one, Tensor))
-                if any(one.untyped_storage().data_ptr() not in self._own for one in written if one.numel()):
-                    raise _NotStaticError(f"it writes into inputs, parameters or tensors that are no buffers ({func})")
-        given = {one.untyped_storage().data_ptr() for one in tensors}
-        outputs = func(*args, **(kwargs or {}))
-        places = {one.untyped_storage().data_ptr() for one in tree_leaves(outputs) if isinstance(one, Tensor)}
-        self._own |= places - given
-        return outputs
-
-
 def _rehearse(
     module: nn.Module,
     args: tuple[Tensor, ...],
@@ -451,13 +410,13 @@ def _rehearse(
                 buffer.requires_grad_(x.requires_grad)
             parameters = _stand_ins(module)
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            with _Watch(device, buffers.values()):
+            with Watch(device, buffers.values()):
                 results = torch.func.functional_call(module, {**parameters, **buffers}, tuple(inputs))
                 leaves = tree_leaves(results)
                 used = [*inputs, *parameters.values(), *buffers.values()]
-                if not _are_own(leaves, used) or not set(gradients) <= set(range(len(leaves))):
+                if not are_own(leaves, used) or not set(gradients) <= set(range(len(leaves))):
                     return OUTPUTS
-                uses, cast = _uses(leaves)
+                uses, cast = uses_of(leaves)
                 if any(uses[id(leaf)] > 1 for leaf in (*inputs, *parameters.values())):
                     return USES
                 trained = {id(weight) for weight in weights or ()}
@@ -467,7 +426,7 @@ def _rehearse(
                 _backward(leaves, {n: _buffer(leaves[n], form[0]).zero_() for n, form in gradients.items()}, gradients)
             if any(p.grad is not None and p.grad.stride() != p.stride() for p in parameters.values()):
                 return "a gradient has another form than its parameter"
-    except _NotStaticError as error:
+    except NotStaticError as error:
         return str(error)
     except Exception as error:
         return f"it failed on copies of its inputs: {error}"
@@ -475,41 +434,6 @@ def _rehearse(
         current.wait_stream(stream)
         set_random_state(before)
     return None
-
-
-def _are_own(results: Sequence[Any], used: Sequence[Tensor]) -> bool:
-    """Whether results are dense tensors that need gradients and share no memory with one another and what is used."""
-    if not results or not all(type(one) is Tensor and one.requires_grad for one in results):
-        return False
-    own, others = ({one.untyped_storage().data_ptr() for one in some} for some in (results, used))
-    return (
-        len(own) == len(results)
-        and not others & own
-        and all(torch.empty_like(one).stride() == one.stride() for one in results)
-    )
-
-
-def _uses(results: Sequence[Tensor]) -> tuple[Counter[int], set[int]]:
-    """Return how many edges of the autograd graph end at each leaf, by id, and which leaves are cast.
-
-    Gradients of several edges add up inside of the part.
-    """
-    cast: set[int] = set()
-    counts: Counter[int] = Counter()
-    waiting = [result.grad_fn for result in results]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        for other, _ in node.next_functions if node is not None else ():
-            variable = getattr(other, "variable", None)
-            if variable is not None:
-                counts[id(variable)] += 1
-                if node is not None and node.name().startswith("ToCopy"):
-                    cast.add(id(variable))
-            elif other is not None and other not in seen:
-                seen.add(other)
-                waiting.append(other)
-    return counts, cast
 
 
 # Forms, and memory in these forms.
@@ -618,3 +542,41 @@ def parts_of(
 
     visit("", model, FEW, ())
     return parts, outside
+
+
+@dataclass(frozen=True)
+class GraphReport(Report):
+    """What CUDA graphs replayed.
+
+    Args:
+        parts: of the model that are captured.
+        outside: numbers of layers that are in none of them, by reason.
+        replays: calls of parts that replayed a graph.
+        issued: calls of parts whose kernels were issued one by one though they were to be replayed, by reason.
+    """
+
+    parts: int
+    outside: Mapping[str, int]
+    replays: int
+    issued: Mapping[str, int]
+
+    def what_was_done(self) -> list[str]:
+        return [f"graph: {self.replays} replays of {self.parts} parts"]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [
+            *each_because(self.issued, "calls without a replay"),
+            *each_because(self.outside, "layers outside of graphs"),
+        ]
+
+
+def report_of(parts: Sequence[GraphedPart], outside: Counter[str]) -> GraphReport:
+    """Report on these parts; ``outside`` has how many layers are in none of them, by reason."""
+    outside, issued = outside.copy(), Counter[str]()
+    captured = [part for part in parts if part.is_captured]
+    inside = {layer for part in captured for layer in part.layers}
+    for part in parts:
+        issued.update(part.plain)
+        if part.why_not is not None:
+            outside[part.why_not] += len(set(part.layers) - inside)
+    return GraphReport(len(captured), dict(outside), sum(part.replays for part in parts), dict(issued))

@@ -12,7 +12,8 @@ import dis
 import enum
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from retime.foundations.torch_private.engine import TorchDispatchMode, schema_of, tree_leaves
 from retime.foundations.torch_private.nn_and_optim import own_buffers, own_parameters
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.Size)
@@ -268,3 +270,80 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 def _is_torchs(kind: type) -> bool:
     return issubclass(kind, nn.Module) and kind.__module__.startswith(_OWN)
+
+
+# What one run on copies shows, beside the code.
+
+
+class NotStaticError(Exception):
+    """An operation that a graph cannot have."""
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops before an operation that hands a value to the host, meets another device, or writes into what was there.
+
+    Args:
+        device: of all tensors.
+        copies: that may be written into, beside what operations make.
+    """
+
+    def __init__(self, device: torch.device, copies: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._own = {one.untyped_storage().data_ptr() for one in copies}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+        masks = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default) and any(
+            one.dtype in (torch.bool, torch.uint8) for one in tensors[1:]
+        )
+        if any(tag in func.tags for tag in tags) or masks:
+            raise NotStaticError(f"the host reads a value of it ({func})")
+        if any(one.device != self._device for one in tensors):
+            raise NotStaticError(f"it works with a tensor of another device ({func})")
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = (one for one in tree_leaves(value) if isinstance(one, Tensor))
+                if any(one.untyped_storage().data_ptr() not in self._own for one in written if one.numel()):
+                    raise NotStaticError(f"it writes into inputs, parameters or tensors that are no buffers ({func})")
+        given = {one.untyped_storage().data_ptr() for one in tensors}
+        outputs = func(*args, **(kwargs or {}))
+        places = {one.untyped_storage().data_ptr() for one in tree_leaves(outputs) if isinstance(one, Tensor)}
+        self._own |= places - given
+        return outputs
+
+
+def are_own(results: Sequence[Any], used: Sequence[Tensor]) -> bool:
+    """Whether results are dense tensors that need gradients and share no memory with one another and what is used."""
+    if not results or not all(type(one) is Tensor and one.requires_grad for one in results):
+        return False
+    own, others = ({one.untyped_storage().data_ptr() for one in some} for some in (results, used))
+    return (
+        len(own) == len(results)
+        and not others & own
+        and all(torch.empty_like(one).stride() == one.stride() for one in results)
+    )
+
+
+def uses_of(results: Sequence[Tensor]) -> tuple[Counter[int], set[int]]:
+    """Return how many edges of the autograd graph end at each leaf, by id, and which leaves are cast.
+
+    Gradients of several edges add up inside of the part.
+    """
+    cast: set[int] = set()
+    counts: Counter[int] = Counter()
+    waiting = [result.grad_fn for result in results]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for other, _ in node.next_functions if node is not None else ():
+            variable = getattr(other, "variable", None)
+            if variable is not None:
+                counts[id(variable)] += 1
+                if node is not None and node.name().startswith("ToCopy"):
+                    cast.add(id(variable))
+            elif other is not None and other not in seen:
+                seen.add(other)
+                waiting.append(other)
+    return counts, cast

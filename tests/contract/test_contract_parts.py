@@ -10,7 +10,7 @@ from contract.in_parts import folded, uneven_parts
 from contract.record import Record, assert_same_run
 from contract.rows import PLAIN, STRATEGIES
 from contract.scenarios import SCENARIOS
-from retime.foundations.parts.weights import Certificate
+from retime.foundations.parts.combine import Certificate
 from retime.mechanisms.memory_budget import sub_batches
 from retime.mechanisms.memory_budget.planner import StepPlanner
 

@@ -22,7 +22,7 @@ from retime.foundations.cpu_pool.pool import give_back_freed_memory, trim_heap
 from retime.foundations.measure.memory import MemoryProbe
 from retime.mechanisms.memory_budget.costs import StepCosts, calibrate
 from retime.mechanisms.memory_budget.dry_run.run import EVERYTHING, TrainingStep, replay, take
-from retime.mechanisms.memory_budget.offload.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostDisk
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
 from retime.schedules.budget import OffloadPlan
 

@@ -1,26 +1,35 @@
-"""The host tier of training on a CUDA device: pinned buffers, filled and read on a side stream.
-
-The compute stream waits for a copy before the memory it read, or filled, is handed to anybody else (``streams``), so
-that the caching allocator can use it again at once.
-"""
+"""The host tiers: pinned memory for training on a CUDA device, a file on a disk for training on a CPU."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
 import tempfile
 import threading
+import weakref
+from bisect import insort
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
+from retime.foundations.messages import warn_no_effect
 from retime.foundations.streams import Mark, SideStream, has_streams
 from retime.foundations.torch_private.engine import without_dispatch_modes
 from retime.foundations.torch_private.tensors import empty_host_cache
-from retime.mechanisms.memory_budget.offload.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.storages import never_at_once
 from retime.mechanisms.memory_budget.offload.tier import Finalizers, HostError, HostTier
+
+# The host tier of training on a CUDA device: pinned buffers, filled and read on a side stream.
+#
+# The compute stream waits for a copy before the memory it read, or filled, is handed to anybody else (``streams``), so
+# that the caching allocator can use it again at once.
 
 
 class HostMemory:
@@ -191,6 +200,330 @@ class _CachedBuffers:
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """The whole storage as a flat tensor ``(nbytes,)`` of uint8 that shares it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+# The host tier of training on a CPU: one temporary file, written and read behind the step's back.
+#
+# The file has no name from its first moment, so it goes with the process whatever happens. Space is reserved on the
+# calling thread before a copy starts: a full disk is an error of the forward pass, not of a thread. One thread copies,
+# in the order of the calls: a place that is given back while it is read, or written, is written again only afterwards.
+#
+# The thread holds what it copies. What objects leave behind at their end is seen to by the next call.
+
+# Places in a file: handed out, given back, and used again.
+
+
+class Extents:
+    """Offsets of an address space that grows, by the paper's two-step allocation (moDNN, section 3.3).
+
+    A free place of exactly the size is taken first, then the first one that is large enough, then the end. Places may
+    be given back at any moment by any thread, also by a finaliser in the middle of :meth:`take`.
+
+    Attributes:
+        end: one past the highest byte that was handed out, since it was last :meth:`trimmed`.
+    """
+
+    def __init__(self, alignment: int = 4096) -> None:
+        self.end = 0
+        self._alignment = alignment
+        self._free: list[tuple[int, int]] = []  # offset and size, by offset; neighbours are merged
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def rounded(self, nbytes: int) -> int:
+        """The size of the place that ``nbytes`` get."""
+        return -(-nbytes // self._alignment) * self._alignment
+
+    def take(self, nbytes: int) -> int:
+        """Offset of a place for ``nbytes``; raises :attr:`end` where none is free."""
+        self._merge()
+        wanted = self.rounded(nbytes)
+        place = next((index for index, (_, size) in enumerate(self._free) if size == wanted), None)
+        if place is None:
+            place = next((index for index, (_, size) in enumerate(self._free) if size > wanted), None)
+        if place is None:
+            offset = self.end
+            if self._free and sum(self._free[-1]) == self.end:
+                offset, _ = self._free.pop()
+            self.end = offset + wanted
+            return offset
+        offset, size = self._free.pop(place)
+        if size > wanted:
+            insort(self._free, (offset + wanted, size - wanted))
+        return offset
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """The place may be handed out again."""
+        self._returned.append((offset, self.rounded(nbytes)))
+
+    def trimmed(self) -> int:
+        """:attr:`end`, once it is no further than the last place that is in use."""
+        self._merge()
+        if self._free and sum(self._free[-1]) == self.end:
+            self.end, _ = self._free.pop()
+        return self.end
+
+    def _merge(self) -> None:
+        while self._returned:
+            insort(self._free, self._returned.popleft())
+        merged: list[tuple[int, int]] = []
+        for offset, size in self._free:
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((offset, size))
+        self._free = merged
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MAKE_SPACE = "free some, name another folder, or raise the budget so that less is offloaded"
+_CALL_BYTES = 2**30  # Linux moves less than 2 GiB in one call
+_GROWTH_BYTES = 16 * 2**20  # the file grows in steps, so that a step asks the file system a few times only
+_STACK_BYTES = 512 * 1024
+
+
+class HostDisk:
+    """Storages in a file of ``folder``.
+
+    Args:
+        folder: an existing folder on a disk. On a file system that is memory itself a warning says so.
+        device: whose storages are taken; host memory is what this tier reads, so only CPU storages are.
+
+    Raises:
+        HostError: the folder is missing, or cannot be written to.
+        TypeError: ``folder`` is no path.
+        ValueError: the device is not the CPU.
+    """
+
+    def __init__(self, folder: str | Path, *, device: torch.device | str = "cpu") -> None:
+        if not isinstance(folder, str | Path):  # a number would be taken for an open file, and closed
+            raise TypeError(f"HostDisk(folder={folder!r}): name a folder, as text or as a Path")
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"host='disk:{folder}' takes storages of the CPU, not of {device}: use host='memory'")
+        self.name = f"disk:{folder}"
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # open as long as the tier
+        except OSError as error:
+            raise HostError(
+                error.errno, f"host={self.name!r} cannot be written to ({error.strerror}): name an existing folder"
+            ) from error
+        weakref.finalize(self, self._file.close)  # for those who forget to
+        if _is_memory(Path(folder)):
+            warn_no_effect(
+                f"host={self.name!r} is a file system in memory: offloading there frees nothing; name a disk's folder"
+            )
+        self._extents = Extents()
+        self._left = Finalizers()
+        self._lock = threading.RLock()
+        self._reserved = 0
+        self._live = 0
+        self._closed = False
+        self._pool = _started()
+
+    def takes(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def reserve(self, nbytes: int, storages: int) -> None:
+        with self._lock:
+            self._check_open()
+            nbytes += storages * self._extents.rounded(1)
+            self._left.see_to()
+            self._shrink(max(nbytes, self._extents.trimmed()))
+            self._reserve(nbytes)
+
+    def store(self, source: torch.UntypedStorage) -> _DiskCopy:
+        nbytes = source.nbytes()
+        with self._lock:
+            self._check_open()
+            self._left.see_to()
+            place = _Place(self._extents.take(nbytes), nbytes)
+            try:
+                self._reserve(self._extents.end)
+            except HostError:
+                self._extents.give_back(place.offset, nbytes)
+                raise
+            self._live += nbytes
+            written = self._pool.submit(_write, self._file.fileno(), [source], place)
+            copy = _DiskCopy(self, source, place, written)
+            self._left.when_gone(copy, partial(self._give_back, place))
+            return copy
+
+    def live_bytes(self) -> int:
+        with self._lock:
+            self._left.see_to()
+            return self._live
+
+    def close(self) -> None:
+        self._closed = True
+        self._pool.shutdown(wait=True)
+        self._file.close()
+
+    def __enter__(self) -> HostDisk:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HostError(errno.EBADF, f"host={self.name!r} was closed: make a new one")
+
+    def _shrink(self, nbytes: int) -> None:
+        """Make the file no longer than that."""
+        if nbytes < self._reserved:
+            os.ftruncate(self._file.fileno(), nbytes)
+            self._reserved = nbytes
+
+    def _reserve(self, nbytes: int) -> None:
+        """Make the file at least that long, with blocks behind it."""
+        if nbytes <= self._reserved:
+            return
+        wanted = max(nbytes, self._reserved + _GROWTH_BYTES) if self._reserved else nbytes
+        for size in dict.fromkeys((wanted, nbytes)):  # near the end of the disk only what is needed
+            try:
+                os.posix_fallocate(self._file.fileno(), self._reserved, size - self._reserved)
+            except OSError as error:
+                failure = error
+            else:
+                self._reserved = size
+                return
+        raise HostError(
+            failure.errno,
+            f"host={self.name!r} has no space for {nbytes - self._reserved} more bytes beside {self._reserved} "
+            f"({failure.strerror}; {self._free()}): {_MAKE_SPACE}",
+        ) from failure
+
+    def _free(self) -> str:
+        """What the file system says: quotas and limits of a process may be tighter."""
+        try:
+            space = os.fstatvfs(self._file.fileno())
+        except OSError:
+            return "free space unknown"
+        return f"{space.f_bavail * space.f_frsize} bytes free"
+
+    def _give_back(self, place: _Place) -> None:
+        with self._lock:
+            if place.taken:
+                place.taken = False
+                self._extents.give_back(place.offset, place.nbytes)
+                self._live -= place.nbytes
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """Where in the file a storage lies."""
+
+    offset: int
+    nbytes: int
+    taken: bool = True
+
+
+def _started() -> ThreadPoolExecutor:
+    """A thread that runs already, on a small stack: where memory is short, one that starts later may never come up."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="retime-host-disk", initializer=never_at_once)
+        pool.submit(threading.get_ident).result()
+    finally:
+        threading.stack_size(before)
+    return pool
+
+
+class _DiskCopy:
+    """Holds the source until :meth:`settle`: should the copy fail, nothing is lost."""
+
+    def __init__(self, host: HostDisk, source: torch.UntypedStorage, place: _Place, written: Future[None]) -> None:
+        self.nbytes = place.nbytes
+        self._host = host
+        self._source: torch.UntypedStorage | None = source
+        self._place = place
+        self._written = written
+
+    def settle(self) -> bool:
+        waited = not self._written.done()
+        failure = self._written.exception()
+        if failure is not None:
+            raise self._error("written to", failure) from failure
+        self._source = None
+        return waited
+
+    def check(self) -> None:
+        if self._written.done():
+            failure = self._written.exception()
+            if failure is not None:
+                raise self._error("written to", failure) from failure
+
+    def load(self, into: torch.UntypedStorage) -> _DiskLoading:
+        descriptor = self._host._file.fileno()
+        return _DiskLoading(self, self._host._pool.submit(_read, descriptor, [into], self._place, self._written))
+
+    def free(self) -> None:
+        self._source = None
+        self._host._give_back(self._place)
+
+    def _error(self, what: str, failure: BaseException) -> HostError:
+        number = failure.errno if isinstance(failure, OSError) and failure.errno else errno.EIO
+        text = f"host={self._host.name!r} could not be {what}: {failure}"
+        return HostError(number, f"{text}. {_MAKE_SPACE.capitalize()}" if number in _FULL else text)
+
+
+class _DiskLoading:
+    """Holds the copy, whose place would be written into again."""
+
+    def __init__(self, copy: _DiskCopy, read: Future[None]) -> None:
+        self._copy = copy
+        self._read = read
+
+    def wait(self) -> bool:
+        waited = not self._read.done()
+        failure = self._read.exception()
+        if failure is not None:
+            error = self._copy._error("read", failure)
+            raise HostError(error.errno, f"{error.strerror}; gradients may be incomplete: zero them") from failure
+        return waited
+
+
+def _memory_of(storage: torch.UntypedStorage) -> memoryview:
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+# What is copied is held by a list and let go of before the copy counts as done: memory is freed when others expect it.
+
+
+def _write(descriptor: int, source: list[torch.UntypedStorage], place: _Place) -> None:
+    try:
+        view, done = _memory_of(source[0]), 0
+        while done < place.nbytes:
+            written = os.pwrite(descriptor, view[done : done + _CALL_BYTES], place.offset + done)
+            if written == 0:
+                raise OSError(errno.EIO, f"the disk took none of the last {place.nbytes - done} bytes")
+            done += written
+    finally:
+        source.clear()
+
+
+def _read(descriptor: int, into: list[torch.UntypedStorage], place: _Place, written: Future[None]) -> None:
+    try:
+        written.result()
+        view, done = _memory_of(into[0]), 0
+        while done < place.nbytes:
+            read = os.preadv(descriptor, [view[done : done + _CALL_BYTES]], place.offset + done)
+            if read == 0:
+                raise OSError(errno.EIO, f"the file ends {place.nbytes - done} bytes early")
+            done += read
+    finally:
+        into.clear()
+
+
+def _is_memory(folder: Path) -> bool:
+    """Whether the folder lies on tmpfs or ramfs."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    folder = folder.resolve()
+    under = [(len(Path(where).parts), kind) for _, where, kind, *_ in mounts if folder.is_relative_to(where)]
+    # Of several mounts on one folder the last one counts.
+    return bool(under) and max(reversed(under), key=lambda mount: mount[0])[1] in ("tmpfs", "ramfs")
 
 
 # The host tier that a text names.

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from retime.foundations.parts.batchnorm import batch_statistics_layers, ghost_momentum
-from retime.foundations.parts.weights import Certificate, Weighting
+from retime.foundations.parts.combine import Certificate, Weighting, batch_statistics_layers, ghost_momentum
 from retime.mechanisms.memory_budget.separability.certify import certify
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 from support.memory_steps import classifier, convolutional

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.foundations.parts.batchnorm import batch_statistics_layers
+from retime.foundations.parts.combine import batch_statistics_layers
 from retime.foundations.preserve_state.stand_ins import ScratchModel
 from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep
 from retime.mechanisms.memory_budget.offload.hosts import parse_host

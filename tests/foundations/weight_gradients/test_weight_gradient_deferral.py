@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from retime.foundations.weight_gradients import WeightGradientDeferral
 from retime.foundations.weight_gradients.cut import ONE_KERNEL, USED_TWICE
-from retime.foundations.weight_gradients.passes import CHECKPOINTED, NOT_CALLED, SMALL, USED_ELSEWHERE
+from retime.foundations.weight_gradients.passes import NOT_CALLED, USED_ELSEWHERE
+from retime.foundations.weight_gradients.split_backward import CHECKPOINTED, SMALL
 
 WIDTH = 160
 """Wide enough that a square weight is not small."""

@@ -17,8 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from retime.mechanisms.memory_budget.offload.disk import HostDisk
-from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.offload.hosts import HostDisk, HostMemory
 from retime.mechanisms.memory_budget.offload.tier import HostError
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
@@ -175,7 +174,7 @@ def test_nothing_is_left_after_an_exception(
 def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
     program = f"""
 import os, time, torch
-from retime.mechanisms.memory_budget.offload.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostDisk
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
 from retime.schedules.budget import OffloadPlan
 host = HostDisk({str(tmp_path / "host")!r})

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import retime.mechanisms.memory_budget.planner as step_planner
 from retime.foundations.messages import NoEffectWarning
-from retime.foundations.parts.weights import Certificate, Count, Weighting
+from retime.foundations.parts.combine import Certificate, Count, Weighting
 from retime.mechanisms.memory_budget.separability.certify import certify
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 from retime.strategies import MemoryBudgetStrategy

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.foundations.parts.combine import WholeOutput
-from retime.foundations.parts.weights import Certificate, Weighting
+from retime.foundations.parts.combine import Certificate, Weighting, WholeOutput
 from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, profile_step, replay
 from retime.mechanisms.memory_budget.dry_run.trace import Tracer
 from retime.mechanisms.memory_budget.offload.tier import HostNull

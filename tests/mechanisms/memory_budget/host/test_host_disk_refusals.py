@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from retime.mechanisms.memory_budget.offload.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostDisk
 from retime.mechanisms.memory_budget.offload.tier import HostError
 
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from retime.foundations.messages import NoEffectWarning
-from retime.mechanisms.memory_budget.offload.disk import Extents, HostDisk
-from retime.mechanisms.memory_budget.offload.hosts import HostMemory, parse_host
+from retime.mechanisms.memory_budget.offload.hosts import Extents, HostDisk, HostMemory, parse_host
 from retime.mechanisms.memory_budget.offload.tier import HostError
 from support.time_limits import limit_s
 from support.warm_start import run_program
@@ -84,7 +83,7 @@ def test_a_real_limit_on_the_file_is_an_error_of_the_forward_pass(tmp_path: Path
     program = f"""
 import resource, torch
 from retime.mechanisms.memory_budget.offload.tier import HostError
-from retime.mechanisms.memory_budget.offload.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostDisk
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
 from retime.schedules.budget import OffloadPlan
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -168,7 +167,7 @@ def test_garbage_may_be_collected_on_the_thread_that_copies(tmp_path: Path, unde
     program = f"""
 import gc, os, threading, torch
 from concurrent.futures import wait
-from retime.mechanisms.memory_budget.offload.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostDisk
 class Cycle:
     pass
 gc.disable()

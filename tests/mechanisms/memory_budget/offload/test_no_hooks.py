@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory_budget.costs import calibrate
 from retime.mechanisms.memory_budget.dry_run.run import EVERYTHING, TrainingStep
-from retime.mechanisms.memory_budget.offload.disk import HostDisk
-from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.offload.hosts import HostDisk, HostMemory
 from retime.mechanisms.memory_budget.offload.saved_tensors import NoHooksError, OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory_budget.offload.tier import HostError, HostNone, HostNull
 from retime.mechanisms.memory_budget.search import PlanTrial, search_plan

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from retime.mechanisms.memory_budget.offload.disk import HostDisk
-from retime.mechanisms.memory_budget.offload.hosts import HostMemory, _MemoryCopy
+from retime.mechanisms.memory_budget.offload.hosts import HostDisk, HostMemory, _MemoryCopy
 from retime.mechanisms.memory_budget.offload.saved_tensors import ForwardPass, OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory_budget.offload.tier import HostError
 from retime.schedules.budget import OffloadPlan

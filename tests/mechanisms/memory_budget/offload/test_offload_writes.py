@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from retime.mechanisms.memory_budget.offload.disk import HostDisk
-from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.offload.hosts import HostDisk, HostMemory
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
 from retime.mechanisms.memory_budget.offload.tier import HostTier
 from retime.schedules.budget import OffloadPlan

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from retime.foundations.parts.weights import Certificate, NotSeparableError, WeightsUnclearError
+from retime.foundations.parts.combine import Certificate, NotSeparableError, WeightsUnclearError
 from retime.mechanisms.memory_budget.separability.certify import certify
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 from support.memory_losses import ORDINARY, TRICKY, Learner, Loss, batch_of

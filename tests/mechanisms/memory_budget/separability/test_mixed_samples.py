@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.foundations.parts.weights import Certificate
+from retime.foundations.parts.combine import Certificate
 from retime.mechanisms.memory_budget.separability.certify import certify
 from support.memory_losses import CLASSES, FEATURES, Learner
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from retime.foundations.parts.combine import NotSeparableError, loss_weights
 from retime.foundations.parts.split import split_batch
-from retime.foundations.parts.weights import NotSeparableError, loss_weights
 from retime.mechanisms.memory_budget.separability.certify import certify
 from support.memory_steps import (
     CLASSES,

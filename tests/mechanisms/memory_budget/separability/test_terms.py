@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retime.foundations.parts.weights import Certificate
+from retime.foundations.parts.combine import Certificate
 from retime.mechanisms.memory_budget import certify
 from support.memory_losses import STEPS, Learner, batch_of
 

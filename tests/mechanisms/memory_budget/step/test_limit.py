@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory_budget.costs import calibrate
 from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, profile_step
-from retime.mechanisms.memory_budget.offload.disk import HostDisk
-from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.offload.hosts import HostDisk, HostMemory
 from support.paths import SUPPORT, TESTS
 from support.warm_start import run_program
 

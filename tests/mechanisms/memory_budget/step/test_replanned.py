@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory_budget.offload.disk import Extents, HostDisk
-from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.offload.hosts import Extents, HostDisk, HostMemory
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice

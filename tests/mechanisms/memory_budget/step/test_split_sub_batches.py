@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torchmetrics.classification import MulticlassAccuracy
 
-from retime.foundations.parts.combine import combined, combined_scalar
+from retime.foundations.parts.combine import Certificate, NotSeparableError, Weighting, combined, combined_scalar
 from retime.foundations.parts.split import loss_of
-from retime.foundations.parts.weights import Certificate, NotSeparableError, Weighting
 from retime.mechanisms.memory_budget.separability.certify import certify
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 from support.memory_steps import (
