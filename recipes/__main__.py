@@ -1,4 +1,7 @@
-"""`python -m retime.recipes experiment=<name> [key=value ...]`, or without arguments the list of experiments."""
+"""`python -m retime.recipes experiment=<name> [key=value ...]`, or without arguments the list of experiments.
+
+`experiment=all` runs those of all papers, one after the other; with `hardware=cuda` those that have a form for a GPU.
+"""
 
 import importlib.resources
 import sys
@@ -22,15 +25,26 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-def experiments() -> dict[str, str]:
-    """The shipped experiments, each with its one-line title."""
-    folder = importlib.resources.files("retime.conf") / "experiment"
-    found = {}
-    for file in sorted(folder.iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".yaml"):
-            settings = OmegaConf.create(file.read_text(encoding="utf-8"))
-            found[file.name.removesuffix(".yaml")] = str(settings.title)
-    return found
+def experiments() -> dict[str, Any]:
+    """The shipped experiments, each with its file's settings."""
+    files = sorted((importlib.resources.files("retime.conf") / "experiment").iterdir(), key=lambda file: file.name)
+    files = [file for file in files if file.name.endswith(".yaml")]
+    return {file.name.removesuffix(".yaml"): OmegaConf.create(file.read_text(encoding="utf-8")) for file in files}
+
+
+_ALL = "experiment=all"
+
+
+def of_papers(hardware: str = "") -> list[str]:
+    """The experiments of papers that run on this hardware, or each on its own if none is chosen."""
+    names = []
+    for name, settings in experiments().items():
+        if settings.get("paper") in ("all", "retime"):  # the report and what is no measurement
+            continue
+        chooses = any("override /hardware" in entry for entry in settings.defaults if not isinstance(entry, str))
+        if not hardware or not (chooses or (hydra.utils.get_class(settings.recipe).on_cpu and hardware != "cpu")):
+            names.append(name)
+    return names
 
 
 def run(config: DictConfig) -> None:
@@ -45,25 +59,32 @@ def run(config: DictConfig) -> None:
         return
     recipe: Recipe[Any] = hydra.utils.get_class(settings.recipe)()
     folder = result_folder(settings, HydraConfig.get().overrides.task, recipe.all_axes)
-    recipe.run(settings, folder, console)
-    report.rebuild(folder, console)
+    try:
+        result = recipe.run(settings, folder, console)
+    except Exception as error:  # of a sweep, which goes on, Hydra tells the first one alone
+        console.print(f"{settings.name}: {type(error).__name__}: {error}", markup=False)
+        raise
+    if result.points:
+        report.rebuild(folder, console)
     if settings.record:
         report.list_results(Path(RECORDED))
 
 
 def main() -> None:
     """Entry point. A sweep's `-m` may stand anywhere on the command line."""
-    arguments = sys.argv[1:]
-    flags = [argument for argument in arguments if argument in ("-m", "--multirun")]
-    sys.argv[1:] = flags + [argument for argument in arguments if argument not in flags]
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("-m", "--multirun")]
+    sweep = len(arguments) < len(sys.argv) - 1 or _ALL in arguments
+    hardware = [argument.partition("=")[2] for argument in arguments if argument.startswith("hardware=")]
+    names = f"experiment={','.join(of_papers(*hardware[:1]))}" if _ALL in arguments else ""
+    sys.argv[1:] = ["-m"] * sweep + [names if argument == _ALL else argument for argument in arguments]
     register_all()
     hydra.main(config_path="pkg://retime.conf", config_name="config", version_base="1.3")(run)()
 
 
 def _list(console: Console) -> None:
     table = Table("experiment", "what it measures", title="python -m retime.recipes experiment=<name> [key=value ...]")
-    for name, title in experiments().items():
-        table.add_row(name, title)
+    for name, settings in experiments().items():
+        table.add_row(name, settings.title)
     console.print(table)
     console.print(f"Results go to {Path(OUTPUTS).resolve()} (results_dir=...). More: python -m retime.recipes --help")
 

@@ -29,20 +29,13 @@ _FORMS = ("median", "quartiles", "range", "least", "most")
 
 @dataclass
 class Figure(Reading):
-    """How a figure is read from its result, and how it is written.
+    """How a figure is read from its result, and how it is written."""
 
-    Args:
-        form: `median` or `quartiles` (behind the median) of one value, or of several ones' medians `range`, `least` or
-            `most`.
-        digits: behind the point.
-        times: factor of what is read, as 100 for shares in percent.
-        inverse: whether the figure is one over what is read, as the speed of a ratio of times.
-    """
-
+    # `median` or `quartiles` (behind the median) of one value, or of several ones' medians `range`, `least` or `most`
     form: str = "median"
-    digits: int = 2
-    times: float = 1.0
-    inverse: bool = False
+    digits: int = 2  # behind the point
+    times: float = 1.0  # factor of what is read, as 100 for shares in percent
+    inverse: bool = False  # whether the figure is one over what is read, as the speed of a ratio of times
 
 
 def fill(folder: Path) -> list[Path]:

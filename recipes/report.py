@@ -12,7 +12,7 @@ from retime.foundations.measure import speedup
 from retime.recipes.core.claims import show
 from retime.recipes.core.machine import changed
 from retime.recipes.core.recipe import Recipe, recipe_of
-from retime.recipes.core.results import FILE, Point, Result, label_of, load, markdown_table, sizes
+from retime.recipes.core.results import FILE, Point, Result, heading, label_of, load, markdown_table, sizes
 from retime.recipes.page_figures import fill
 from retime.recipes.results_page import PAGE, PICTURE, judged_papers, name_of, page
 from retime.recipes.results_picture import draw
@@ -74,7 +74,7 @@ def table_of_values(result: Result) -> str:
 
 def markdown(result: Result, recipe: Recipe[Any]) -> str:
     """The report as Markdown: what it is, where it was measured, paper against measured, all values."""
-    lines = [f"# {result.paper}, {result.where}: {result.title}", ""]
+    lines = [f"# {heading(result)}", ""]
     if changed(result):
         lines += ["**Measured with changes that were not committed: to be measured again.**", ""]
     if result.simulated:
@@ -83,8 +83,8 @@ def markdown(result: Result, recipe: Recipe[Any]) -> str:
         lines += [f"Sizes: {sizes(result)}.", ""]
     comparisons = recipe.compare(result)
     if comparisons:
-        heading = ["source", "quantity", "published or wanted", "this machine (quartiles over rounds)", "remark"]
-        lines += ["## Paper and this machine", "", *markdown_table(heading, [line.cells() for line in comparisons]), ""]
+        columns = ["source", "quantity", "published or wanted", "this machine (quartiles over rounds)", "remark"]
+        lines += ["## Paper and this machine", "", *markdown_table(columns, [line.cells() for line in comparisons]), ""]
     for note in recipe.notes(result):
         lines += [note, ""]
     lines += ["## Measured", ""]
@@ -124,7 +124,8 @@ def _provenance(result: Result) -> list[str]:
         words = [*point.hardware.values(), *(f"{name} {version}" for name, version in point.versions.items())]
         words += [f"commit {point.commit}"] if point.commit else []
         words += [f"{key} {point.settings[key]}" for key in ("rounds", "steps") if key in point.settings]
-        places.setdefault(", ".join(words), []).append(f"{label_of(point.at) or 'all'} ({point.finished[:10]})")
+        days = "; before ".join(one.finished[:10] for one in (point, *reversed(point.former)))
+        places.setdefault(", ".join(words), []).append(f"{label_of(point.at) or 'all'} ({days})")
     return [f"- {place}: {', '.join(points)}" for place, points in places.items()]
 
 

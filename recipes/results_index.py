@@ -9,7 +9,7 @@ from pathlib import Path
 from retime.recipes.core.claims import Target
 from retime.recipes.core.machine import CHANGED
 from retime.recipes.core.recipe import recipe_of
-from retime.recipes.core.results import Point, Result, markdown_table
+from retime.recipes.core.results import Point, Result, cores, markdown_table
 from retime.recipes.core.verdicts import inside, kind_of
 
 _HEADING = ("result", "what", "experiment", "machine", "measured", "duration", "tree", "targets")
@@ -44,17 +44,11 @@ def machine(result: Result) -> str:
     """Processor, cores that the points were pinned to, and accelerator, or that nothing was measured."""
     if result.simulated:
         return "simulated"
-    places = dict.fromkeys(
-        ", ".join(
-            [
-                point.hardware.get("processor", "unknown machine"),
-                *([_cores(point)] if _cores(point) else []),
-                *([point.hardware["accelerator"]] if "accelerator" in point.hardware else []),
-            ]
-        )
+    places = (
+        (point.hardware.get("processor", "unknown machine"), cores(point), point.hardware.get("accelerator"))
         for point in result.points
     )
-    return "; ".join(places)
+    return "; ".join(dict.fromkeys(", ".join(filter(None, place)) for place in places))
 
 
 def duration(seconds: float) -> str:
@@ -73,12 +67,6 @@ def verdicts_on_targets(result: Result) -> str:
     ]
     counts = {"met": verdicts.count(True), "**missed**": verdicts.count(False), "undecided": verdicts.count(None)}
     return ", ".join(f"{number} {word}" for word, number in counts.items() if number)
-
-
-def _cores(point: Point) -> str:
-    """Cores as pinned: results name the machine's, which are more where a recipe ran on fewer."""
-    cores = point.settings.get("hardware", {}).get("cores") or point.hardware.get("cores")
-    return f"{cores} core{'s' if str(cores) != '1' else ''}" if cores else ""
 
 
 def _days(points: list[Point]) -> str:

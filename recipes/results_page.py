@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from retime.recipes.core.claims import PACKAGES, Comparison, Paper, Published, amount, paper, show
 from retime.recipes.core.machine import age, changed
 from retime.recipes.core.recipe import recipe_of, slug
 from retime.recipes.core.results import Result, markdown_table
-from retime.recipes.core.verdicts import Judged, Value, Verdict, counted, judge
+from retime.recipes.core.verdicts import Judged, Value, Verdict, counted, judge, values_of
 from retime.recipes.results_index import duration, index, machine
 
 PAGE, PICTURE = "README.md", "claims.png"
@@ -39,7 +39,8 @@ _LEGEND = (
     "- *Not measured*: the recipe is there, a recorded value is not. *Needs hardware*: with the command. *No recipe*:",
     "  what is missing. *Tested, no number*: algorithms and equations that have nothing to measure.",
     "- *Evidence*: `experiment=NAME` of `python -m retime.recipes`, and what it took. *Changed tree*: measured with",
-    "  changes that were not committed. *Stale*: commits since then touch the code that ran.",
+    "  changes that were not committed. *Stale*: commits since then touch the code that ran. *Tries*: medians of all",
+    "  measurements with the same settings on the same machine; the newest is judged.",
     "- A speedup is confirmed within a quarter of the paper's gain, unless the claim is a bound, a trend or a count.",
     "  Rows *beside* are ours, as of a stronger peer, and not counted.",
 )
@@ -57,15 +58,18 @@ class JudgedPaper:
 def judged_papers(results: Mapping[str, Result]) -> list[JudgedPaper]:
     """Judge all claims of all papers by `results`, which are named by their folder."""
     papers = []
-    lines: dict[str, list[Comparison]] = {}
+    lines: dict[str, list[tuple[Result, list[Comparison]]]] = {}
     for package in PACKAGES:
         one = paper(package)
         claims = []
         for claim in one.claims:
             result = results.get(claim.result)
             if result is not None and claim.result not in lines:
-                lines[claim.result] = recipe_of(result).compare(result)
-            claims.append(judge(one, claim, result, lines.get(claim.result, [])))
+                recipe = recipe_of(result)
+                lines[claim.result] = [(each, recipe.compare(each)) for each in (result, *result.before())]
+            tries = lines.get(claim.result, [])
+            before = tuple(filter(None, (values_of(one, claim, *each) for each in tries[1:])))
+            claims.append(replace(judge(one, claim, *(tries[0] if tries else (None, []))), before=before))
         papers.append(JudgedPaper(one, claims, {name: results[name] for name in _read(one) if name in results}))
     return papers
 
@@ -247,12 +251,12 @@ def how(one: JudgedPaper, claim: Judged) -> str:
     if result is None:
         return claim.published.needs
     words = claim.kind if claim.kind in ("simulated", "counted") else f"{claim.kind}, {machine(result)}"
-    size = claim.published.size or one.paper.sizes.get(claim.published.result, "")
+    size = one.paper.sizes.get(claim.published.result, "")
     return f"{words}; {size}" if size else words
 
 
 def evidence(one: JudgedPaper, claim: Judged, folder: Path, age: Age) -> str:
-    """The experiment with what it took and its age, or the test, or the command that would run it."""
+    """The experiment with what it took, its age and other tries, or the test, or the command that would run it."""
     published = claim.published
     if published.tests:
         return f"[test](../{published.tests})"
@@ -266,6 +270,10 @@ def evidence(one: JudgedPaper, claim: Judged, folder: Path, age: Age) -> str:
     taken = duration(sum(point.seconds for point in result.points))
     code = one.paper.code.get(claim.kind, one.paper.code.get("measured", []))
     words = [f"[`{result.name}`]({published.result}/result.md)", taken, age(result, code)]
+    if claim.before:
+        medians = [value.measured.median for values in (claim.values, *claim.before) for value in values]
+        least, most = (amount(end(medians), published.unit) for end in (min, max))
+        words.append(f"{1 + len(claim.before)} tries: {least} to {most}")
     return ", ".join([*words, *(["changed tree"] if changed(result) else [])])
 
 

@@ -20,12 +20,6 @@ WIDTH, LINE = 10.5, 0.185
 """Inches: of the picture, 1,365 pixels, and of a line."""
 LONGEST = 62
 _COLOURS = dict(zip(KINDS, charts.COLOURS, strict=False))
-_SHORT = {
-    Verdict.HOLDS: "holds",
-    Verdict.IN_SIMULATION: "holds in simulation",
-    Verdict.FAILS: "does not hold",
-    Verdict.UNDECIDED: "undecided",
-}
 
 
 def drawable(papers: Sequence[JudgedPaper]) -> dict[str, list[tuple[str, Judged]]]:
@@ -84,7 +78,7 @@ def _panel(axes: Any, name: str, lines: Sequence[tuple[str, Judged]]) -> None:
             claim.published.value, number, "o", markersize=7, markerfacecolor="none", markeredgecolor="black", zorder=3
         )
         axes.annotate(
-            _SHORT.get(claim.verdict, ""),
+            claim.verdict.value,
             (1.005, number),
             xycoords=("axes fraction", "data"),
             fontsize=7,

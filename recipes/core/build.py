@@ -45,11 +45,14 @@ def build_model(block: dict[str, Any], device: torch.device, seed: int) -> nn.Mo
 
 
 def build_batches(
-    block: dict[str, Any], batch_size: int, count: int, device: torch.device = CPU
+    block: dict[str, Any], batch_size: int, count: int, device: torch.device = CPU, own: slice = slice(None)
 ) -> list[tuple[Tensor, Tensor]]:
-    """The first `count` batches of a data set of `(input, target)` pairs, on `device`; it starts again at its end."""
+    """The first `count` batches of a data set of `(input, target)` pairs, on `device`; it starts again at its end.
+
+    Only those of `own` are made, as a rank needs them: `slice(rank, None, ranks)`.
+    """
     data = build(block)
-    numbers = (range(batch * batch_size, (batch + 1) * batch_size) for batch in range(count))
+    numbers = (range(batch * batch_size, (batch + 1) * batch_size) for batch in range(count)[own])
     batches = (default_collate([data[number % len(data)] for number in batch]) for batch in numbers)
     return [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
 

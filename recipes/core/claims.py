@@ -55,17 +55,14 @@ class Comparison:
         """Source, quantity, published or wanted value, measured value with quartiles, remark."""
         unit = self.against.unit
         measured = "not measured" if self.measured is None else show(self.measured, unit)
+        source, wanted, verdict = "target", amount(self.against.value, unit), ""
         if isinstance(self.against, Claim):
             source = f"{self.against.paper}, {self.against.where}"
-            wanted, note = amount(self.against.value, unit), self.note
         else:
-            source = "target"
-            wanted = f"{'≤' if self.against.at_most else '≥'} {amount(self.against.value, unit)}"
-            note = self.note
+            wanted = f"{'≤' if self.against.at_most else '≥'} {wanted}"
             if self.measured is not None:
                 verdict = "met" if self.against.met(self.measured.median) else "MISSED"
-                note = f"{verdict}; {note}" if note else verdict
-        return [source, self.against.what, wanted, measured, note]
+        return [source, self.against.what, wanted, measured, "; ".join(filter(None, (verdict, self.note)))]
 
 
 def judged(claim: Claim, value: float, what: str, why_not: str) -> Comparison:
@@ -106,97 +103,59 @@ TRENDS = ("rises", "falls", "constant")
 
 @dataclass
 class Check:
-    """What confirms a claim; several fields hold together.
+    """What confirms a claim; several fields hold together."""
 
-    Args:
-        within: share of the paper's value by which ours may differ; of a speedup's gain, if the unit is x.
-        at_least: bound that all values reach.
-        at_most: bound that no value passes.
-        trend: how values go along `Reading.over`: rises, falls or constant (within `within` of their mean).
-    """
-
+    # share of the paper's value by which ours may differ; of a speedup's gain, if the unit is x
     within: float | None = None
-    at_least: float | None = None
-    at_most: float | None = None
+    at_least: float | None = None  # bound that all values reach
+    at_most: float | None = None  # bound that no value passes
+    # how values go along `Reading.over`: rises, falls or constant (within `within` of their mean)
     trend: str | None = None
 
 
 @dataclass
 class Reading:
-    """How values are read from a result. Without a field set, they are the recipe's own comparisons with this claim.
+    """How values are read from a result. Without a field set, they are the recipe's own comparisons with this claim."""
 
-    Args:
-        lines: parts of a comparison's `where`, `what` and `note`; without `where` and `what` those with this claim.
-        ratio: two variants, how many times faster the second is.
-        difference: two variants, the first less the second.
-        row: a variant whose values are taken as they are.
-        quantity: of `ratio`, `difference` and `row`.
-        fact: a number among a point's facts.
-        at: the points that count; by default all.
-        over: for a trend, the axis or fact by which points are sorted.
-        order: names along that axis, where they are no numbers; points with others do not count.
-        over_row: for a trend, variant and quantity by whose median points are sorted.
-    """
-
+    # parts of a comparison's `where`, `what` and `note`; without `where` and `what` those with this claim
     lines: dict[str, str] = field(default_factory=dict)
-    ratio: list[str] = field(default_factory=list)
-    difference: list[str] = field(default_factory=list)
-    row: str = ""
-    quantity: str = "step"
-    fact: str = ""
-    at: dict[str, Any] = field(default_factory=dict)
-    over: str = ""
+    ratio: list[str] = field(default_factory=list)  # two variants, how many times faster the second is
+    difference: list[str] = field(default_factory=list)  # two variants, the first less the second
+    row: str = ""  # a variant whose values are taken as they are
+    quantity: str = "step"  # of `ratio`, `difference` and `row`
+    fact: str = ""  # a number among a point's facts
+    at: dict[str, Any] = field(default_factory=dict)  # the points that count; by default all
+    over: str = ""  # for a trend, the axis or fact by which points are sorted
+    # names along that axis, where they are no numbers; points with others do not count
     order: list[str] = field(default_factory=list)
+    # for a trend, variant and quantity by whose median points are sorted
     over_row: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Published:
-    """One claim of a paper.
+    """One claim of a paper."""
 
-    Args:
-        number: within the paper; claims of one figure or sentence share it.
-        id: short name, unique in the paper.
-        where: figure, table, equation, algorithm or section.
-        what: the quantity, or the statement where there is no number.
-        unit: of `value`; x for ratios.
-        value: the paper's number.
-        derived: how `value` follows from printed numbers, if it is not printed itself.
-        check: what confirms it.
-        result: folder of the evidence, below `results/`.
-        read: how values are read from it.
-        kind: of the evidence, if its result does not say so: measured, counted, emulated or simulated.
-        size: what was measured, and the paper's size where it differs.
-        why: why it does not hold, one sentence.
-        note: what a reader has to know in any case.
-        instead: what was measured in place of what the claim is of; values then refute it or leave it undecided.
-        beside: whether the row is not the paper's claim but ours beside it, as of a stronger peer; counts leave it out.
-        tests: file that tests what has no number.
-        needs: hardware that a check takes.
-        command: runs it there.
-        missing: what is not built, or not recorded, and whether it could be.
-    """
-
-    number: int
-    id: str
-    where: str
-    what: str
-    unit: str = ""
-    value: float | None = None
-    derived: str = ""
-    check: Check = field(default_factory=Check)
-    result: str = ""
-    read: Reading = field(default_factory=Reading)
-    kind: str = ""
-    size: str = ""
-    why: str = ""
-    note: str = ""
-    instead: str = ""
+    number: int  # within the paper; claims of one figure or sentence share it
+    id: str  # short name, unique in the paper
+    where: str  # figure, table, equation, algorithm or section
+    what: str  # the quantity, or the statement where there is no number
+    unit: str = ""  # of `value`; x for ratios
+    value: float | None = None  # the paper's number
+    derived: str = ""  # how `value` follows from printed numbers, if it is not printed itself
+    check: Check = field(default_factory=Check)  # what confirms it
+    result: str = ""  # folder of the evidence, below `results/`
+    read: Reading = field(default_factory=Reading)  # how values are read from it
+    kind: str = ""  # of the evidence, if its result does not say so: measured, counted, emulated or simulated
+    why: str = ""  # why it does not hold, one sentence
+    note: str = ""  # what a reader has to know in any case
+    instead: str = ""  # what was measured in place of what the claim is of; values then refute it or leave it undecided
+    # whether the row is not the paper's claim but ours beside it, as of a stronger peer; counts leave it out
     beside: bool = False
-    tests: str = ""
-    needs: str = ""
-    command: str = ""
-    missing: str = ""
+    tests: str = ""  # file that tests what has no number
+    needs: str = ""  # hardware that a check takes
+    command: str = ""  # runs it there
+    missing: str = ""  # what is not built, or not recorded, and whether it could be
 
 
 @dataclass
@@ -209,33 +168,21 @@ class Finding:
 
 @dataclass
 class Paper:
-    """A paper with its claims.
+    """A paper with its claims."""
 
-    Args:
-        paper: its folder below `results/`.
-        letter: in front of the claims' numbers.
-        authors: with the year.
-        title: of the paper.
-        code: by kind of evidence, the folders whose code ran; commits that touch them make a result stale.
-        sizes: by result, what was measured there and the paper's size.
-        findings: what we found in the paper.
-        claims: in the paper's order.
-        numbers: others that recipes compare with, by name: fields of a :class:`Claim`; unless given, the unit is x and
-            the source is this paper.
-        tables: printed ones, by name, that recipes compute from.
-        targets: what this project wants to reach, by name: fields of a :class:`Target`, or values by case.
-    """
-
-    paper: str
-    letter: str
-    authors: str
-    title: str
+    paper: str  # its folder below `results/`
+    letter: str  # in front of the claims' numbers
+    authors: str  # with the year
+    title: str  # of the paper
+    # by kind of evidence, the folders whose code ran; commits that touch them make a result stale
     code: dict[str, list[str]]
-    sizes: dict[str, str] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    claims: list[Published] = field(default_factory=list)
+    sizes: dict[str, str] = field(default_factory=dict)  # by result, what was measured there and the paper's size
+    findings: list[Finding] = field(default_factory=list)  # what we found in the paper
+    claims: list[Published] = field(default_factory=list)  # in the paper's order
+    # others that recipes compare with, by name: fields of a :class:`Claim`, of this paper and in x unless they say so
     numbers: dict[str, Any] = field(default_factory=dict)
-    tables: dict[str, Any] = field(default_factory=dict)
+    tables: dict[str, Any] = field(default_factory=dict)  # printed ones, by name, that recipes compute from
+    # what this project wants to reach, by name: fields of a :class:`Target`, or values by case
     targets: dict[str, Any] = field(default_factory=dict)
 
     def claim(self, name: str) -> Claim:

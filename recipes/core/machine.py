@@ -75,6 +75,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+def gpus() -> list[str]:
+    """Clock, temperature and power of each GPU now, as the driver says; empty where there is none."""
+    asked = "--query-gpu=clocks.sm,clocks.max.sm,temperature.gpu,power.draw"
+    said = _printed("nvidia-smi", asked, "--format=csv,noheader") if torch.cuda.is_available() else None
+    return said.splitlines() if said else []
+
+
 def commit() -> str | None:
     """The commit of the checkout these recipes run from, with `CHANGED` if it is not clean; None outside one."""
     if not _git("ls-files", Path(__file__).name):
@@ -137,10 +144,14 @@ def _touching(commit: str, folders: tuple[str, ...]) -> int:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints in this folder, or None where it fails or is not there."""
+    return _printed("git", *arguments)
+
+
+def _printed(*command: str) -> str | None:
+    """What a command prints in this folder, or None where it fails or is not there."""
     here = Path(__file__).resolve().parent
     try:
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

@@ -17,18 +17,20 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from retime.recipes.core import machine
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import pinned
-from retime.recipes.core.results import FILE, Point, Result, Row, label_of, load, show
+from retime.recipes.core.results import FILE, Point, Result, Row, label_of, load, table_of
 from retime.recipes.core.schema import OUTPUTS, RECORDED, Settings
 
 S = TypeVar("S", bound=Settings)
 Tick = Callable[[str], None]
 
 # settings that do not change what a point means
-_INCIDENTAL = ("results_dir", "record", "rerun", "title", "allow_dirty")
+_INCIDENTAL = ("results_dir", "record", "rerun", "title", "allow_dirty", "minutes")
+_STARTED = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,21 @@ class Recipe(ABC, Generic[S]):
         """Sentences for the report: fits, bounds, what a reader has to know."""
         return []
 
+    def tables(self, result: Result) -> list[Table]:
+        """What a terminal shows of the points: by default a table each with `quantity` and its ratios."""
+        return [table_of(point, self.quantity, self.references(point), result.title) for point in result.points]
+
     def show(self, result: Result, console: Console) -> None:
-        """Print the result for somebody at a terminal."""
-        show(result, self.quantity, self.compare(result), self.notes(result), self.references, console)
+        """Print the tables, the comparisons and the notes for somebody at a terminal."""
+        for each in self.tables(result):
+            console.print(each)
+        if comparisons := self.compare(result):
+            table = Table("source", "quantity", "published/wanted", "this machine", "remark", title=result.where)
+            for line in comparisons:
+                table.add_row(*line.cells())
+            console.print(table)
+        for note in self.notes(result):
+            console.print(note, highlight=False)
 
     @property
     def all_axes(self) -> tuple[str, ...]:
@@ -108,19 +122,29 @@ class Recipe(ABC, Generic[S]):
     def run(self, settings: S, folder: Path, console: Console) -> Result:
         """Measure the points that `folder` does not hold yet (all of them with `rerun`), and save after each.
 
-        A point is kept if settings, machine and versions are the same; another commit alone does not count.
+        A point is kept if settings, machine and versions are the same; another commit alone does not count. With
+        `minutes` no point begins after so many, so that the next call goes on there.
 
         Raises:
             ValueError: `record` from a working tree with changes, without `allow_dirty`; a device that is not for it.
         """
         if self.on_cpu and settings.hardware.device != "cpu":
             raise ValueError(f"{settings.name} {self.on_cpu}: choose hardware=cpu")
-        result = self._open(settings, folder)
+        points = load(folder / FILE).points if (folder / FILE).exists() else []
+        words = (settings.name, settings.recipe, settings.paper, settings.where, settings.title)
+        result = Result(*words, points, self.simulated)
         wanted = self.points(settings)
-        common = _fingerprint(settings, self.all_axes)
-        with _progress(console) as bar, pinned(settings.hardware.cores):
+        # everything that a point is measured with, except its own place on the figure's axes
+        common = {key: value for key, value in asdict(settings).items() if key not in (*_INCIDENTAL, *self.all_axes)}
+        columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+        # once a second: drawing is work for a core that ranks of the recipe train on
+        with Progress(*columns, console=console, refresh_per_second=1) as bar, pinned(settings.hardware.cores):
             here = machine.provenance()  # with cores and threads as pinned
-            _refuse_changes(settings, here["commit"])
+            if settings.record and not settings.allow_dirty and (here["commit"] or "").endswith(machine.CHANGED):
+                raise ValueError(
+                    "record=true from a working tree with changes: no commit would name the code that runs. Commit "
+                    "them first, or record with allow_dirty=true, which the pages then say first"
+                )
             whole = bar.add_task(settings.name, total=len(wanted))
             for at in wanted:
                 label = label_of(at)
@@ -131,46 +155,28 @@ class Recipe(ABC, Generic[S]):
                     bar.console.print(f"{name}: measured before, kept (rerun=true measures it again)")
                     bar.advance(whole)
                     continue
+                if settings.minutes is not None and time.perf_counter() - _STARTED > 60 * settings.minutes:
+                    bar.console.print(f"{name}: left for the next call, as minutes={settings.minutes:g} are over")
+                    continue
                 task = bar.add_task(f"  {label}", total=self.blocks(settings))
 
                 def tick(text: str, task: Any = task, label: str = label) -> None:
                     bar.update(task, advance=1, description=f"  {label} {text}")
 
-                before = os.getloadavg()[0]
+                before, gpus = os.getloadavg()[0], machine.gpus()
                 started = time.perf_counter()
                 measured = self.measure(settings, at, tick)
                 seconds = time.perf_counter() - started
                 finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-                result.add(
-                    Point(
-                        at=at,
-                        settings=fingerprint,
-                        rows=measured.rows,
-                        facts=measured.facts,
-                        finished=finished,
-                        seconds=round(seconds, 2),
-                        load=[round(before, 2), round(os.getloadavg()[0], 2)],
-                        **here,
-                    )
-                )
+                loads = [round(before, 2), round(os.getloadavg()[0], 2)]
+                facts = {**measured.facts, **({"GPUs before and after": [*gpus, *machine.gpus()]} if gpus else {})}
+                rest: Any = {"finished": finished, "seconds": round(seconds, 2), "load": loads, **here}
+                result.add(Point(at, fingerprint, measured.rows, facts, **rest))
                 result.save(folder)
                 bar.remove_task(task)
                 bar.advance(whole)
                 bar.console.print(f"{name}: measured in {seconds:.0f} s")
         return result
-
-    def _open(self, settings: S, folder: Path) -> Result:
-        path = folder / FILE
-        found = load(path) if path.exists() else None
-        return Result(
-            name=settings.name,
-            recipe=settings.recipe,
-            paper=settings.paper,
-            where=settings.where,
-            title=settings.title,
-            points=found.points if found else [],
-            simulated=self.simulated,
-        )
 
 
 class CaseRecipe(Recipe[S]):
@@ -210,28 +216,15 @@ def result_folder(settings: Settings, overrides: Sequence[str], axes: Sequence[s
     kept = []
     for override in sorted(overrides):
         key = override.lstrip("+~").split("=", 1)[0]
-        if key not in ("experiment", "hardware", "results_dir", "record", "rerun", "allow_dirty", *axes):
+        if key not in ("experiment", "hardware", *_INCIDENTAL, *axes):
             kept.append(re.sub(r"[^\w.,=+~-]+", "_", override))
     folder = RECORDED if settings.record else settings.results_dir
     return Path(folder, settings.paper, slug(settings.where), settings.hardware.name, *kept)
 
 
-def _refuse_changes(settings: Settings, commit: str | None) -> None:
-    if settings.record and not settings.allow_dirty and commit is not None and commit.endswith(machine.CHANGED):
-        raise ValueError(
-            "record=true from a working tree with changes: no commit would name the code that runs. Commit them first, "
-            "or record with allow_dirty=true, which the pages then say first"
-        )
-
-
 def slug(text: str) -> str:
     """`Figure 3` as a folder name: `figure-3`."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
-
-
-def _fingerprint(settings: Settings, axes: Sequence[str]) -> dict[str, Any]:
-    """Everything a point was measured with, except its own place on the figure's axes."""
-    return {key: value for key, value in asdict(settings).items() if key not in (*_INCIDENTAL, *axes)}
 
 
 def _same(old: Point, fingerprint: dict[str, Any], here: machine.Provenance) -> bool:
@@ -242,12 +235,6 @@ def _same(old: Point, fingerprint: dict[str, Any], here: machine.Provenance) -> 
 def _without_module(settings: dict[str, Any]) -> dict[str, Any]:
     """With the recipe's class alone: it may have moved since."""
     return {**settings, "recipe": settings["recipe"].rpartition(".")[2]}
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-    # once a second: drawing is work for a core that ranks of the recipe train on
-    return Progress(*columns, console=console, refresh_per_second=1)
 
 
 class SimulatedRecipe(Recipe[S]):

@@ -1,26 +1,25 @@
 """What a recipe leaves behind, one `result.json` a folder, and what is said of it on terminals, charts and pages.
 
-A result is a list of measured points that grows as they finish. Of points reports say the machine's name, sizes, and
-how many times faster one variant is; tables have a point's variants, or the paper's numbers beside ours.
+A result is a list of measured points that grows as they finish; one that is measured again keeps what it was. Of points
+reports say the machine's name, sizes, and how many times faster one variant is; tables have a point's variants, or the
+paper's numbers beside ours.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from retime.foundations.measure import Spread, speedup, spread
-from retime.recipes.core.claims import Comparison
-from retime.recipes.core.claims import show as with_spread
+from retime.recipes.core.claims import show
 
 FORMAT = 1
-FILE = "result.json"
+FILE, SIMULATED = "result.json", "simulated"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ class Point:
     """One place of a figure: where it lies (`at`), all settings it was measured with, what came out.
 
     `facts` are numbers and words that have no spread: parameter counts, why a variant is missing, what a mechanism's
-    own report said. `load` is the machine's load average over a minute, before and after.
+    own report said. `load` is the machine's load average over a minute, before and after. `former` are earlier
+    measurements of the same place, oldest first.
     """
 
     at: dict[str, Any]
@@ -64,6 +64,7 @@ class Point:
     finished: str = ""
     seconds: float = 0.0
     load: list[float] = field(default_factory=list)
+    former: list["Point"] = field(default_factory=list)
 
     def values(self, variant: str, quantity: str) -> list[float]:
         """The rounds of one quantity of one variant; KeyError names what there is."""
@@ -111,8 +112,17 @@ class Result:
     format: int = FORMAT
 
     def add(self, point: Point) -> None:
-        """Put a point in, in place of one that lies at the same place."""
+        """Put a point in, in place of one that lies at the same place, which it keeps unless nothing was measured."""
+        old = self.find(point.at)
+        if old is not None and not self.simulated:
+            point = replace(point, former=[*old.former, replace(old, former=[])])
         self.points = [old for old in self.points if old.at != point.at] + [point]
+
+    def before(self) -> list["Result"]:
+        """What was measured before, newest first, on the same machine and with the same settings."""
+        former = [[old for old in reversed(new.former) if _alike(old) == _alike(new)] for new in self.points]
+        tries = max(map(len, former), default=0)
+        return [replace(self, points=[each[back] for each in former if back < len(each)]) for back in range(tries)]
 
     def find(self, at: dict[str, Any]) -> Point | None:
         return next((point for point in self.points if point.at == at), None)
@@ -132,8 +142,18 @@ def load(path: Path) -> Result:
     data = json.loads(path.read_text(encoding="utf-8"))
     if data.get("format") != FORMAT:
         raise ValueError(f"{path} has layout {data.get('format')!r}; this version reads {FORMAT}. Measure it again.")
-    data["points"] = [Point(**{**point, "rows": [Row(**row) for row in point["rows"]]}) for point in data["points"]]
-    return Result(**data)
+    return Result(**{**data, "points": [_point(point) for point in data["points"]]})
+
+
+def _point(data: dict[str, Any]) -> Point:
+    former = [_point(old) for old in data.get("former", [])]
+    return Point(**{**data, "rows": [Row(**row) for row in data["rows"]], "former": former})
+
+
+def _alike(point: Point) -> Any:
+    """What measurements of a place share if they differ by when and how often they were made; code may have changed."""
+    settings = {**point.settings, "recipe": "", "rounds": 0, "warmup_rounds": 0}
+    return point.hardware, settings, {(row.variant, row.quantity) for row in point.rows}, {*point.facts}
 
 
 def ratio(point: Point, reference: str | None, variant: str, quantity: str = "step") -> Spread | None:
@@ -158,8 +178,15 @@ LONGEST_LINE, MOST_NAMED = 75, 4
 
 def titled(result: Result, more: str = "") -> str:
     """A chart's title: what it is, with `more` if there is any, and below it where that was measured and its sizes."""
-    below = "; ".join(filter(None, (hardware_line(result), sizes(result))))
-    return f"{result.title}{f', {more}' if more else ''}\n{fill(below, LONGEST_LINE)}"
+    where = "" if SIMULATED in result.title else hardware_line(result)
+    below = fill("; ".join(filter(None, (where, sizes(result)))), LONGEST_LINE)
+    return result.title + (f", {more}" if more else "") + (f"\n{below}" if below else "")
+
+
+def heading(result: Result) -> str:
+    """A page's title, which says once that nothing was measured: many places and titles do."""
+    title = result.title.removesuffix(f", {SIMULATED}") if SIMULATED in result.where else result.title
+    return f"{result.paper}, {result.where}: {title}"
 
 
 def sizes(result: Result) -> str:
@@ -202,43 +229,27 @@ def _sizes_in(settings: dict[str, Any]) -> dict[str, float]:
 def hardware_line(result: Result) -> str:
     """Name of the first point's machine, for a chart's title; emulated networks and simulations are named."""
     if result.simulated:
-        return "simulated"
-    hardware = result.points[0].hardware
-    chosen = result.points[0].settings.get("hardware", {})
-    cores = chosen.get("cores") or hardware.get("cores")
-    name = hardware.get("accelerator", hardware.get("processor", "unknown machine"))
-    words = [name, *([f"{cores} core{'s' if str(cores) != '1' else ''}"] if cores else [])]
-    return ", ".join([*words, *(["emulated network"] if chosen.get("name") == "emulated" else [])])
+        return SIMULATED
+    point = result.points[0]
+    name = point.hardware.get("accelerator", point.hardware.get("processor", "unknown machine"))
+    network = "emulated network" if point.settings.get("hardware", {}).get("name") == "emulated" else ""
+    return ", ".join(filter(None, (name, cores(point), network)))
 
 
-def show(
-    result: Result,
-    quantity: str,
-    comparisons: Sequence[Comparison],
-    notes: Sequence[str],
-    references: Callable[[Point], dict[str, str]],
-    console: Console,
-) -> None:
-    """Print the comparisons, one table a point with `quantity` and its ratios, and the notes."""
-    for point in result.points:
-        console.print(values(point, quantity, references(point), label_of(point.at) or result.title))
-    if comparisons:
-        table = Table("source", "quantity", "published/wanted", "this machine", "remark", title=result.where)
-        for line in comparisons:
-            table.add_row(*line.cells())
-        console.print(table)
-    for note in notes:
-        console.print(note, highlight=False)
+def cores(point: Point) -> str:
+    """Cores as pinned: results name the machine's, which are more where a recipe ran on fewer."""
+    number = point.settings.get("hardware", {}).get("cores") or point.hardware.get("cores")
+    return f"{number} core{'s' if str(number) != '1' else ''}" if number else ""
 
 
-def values(point: Point, quantity: str, references: dict[str, str], title: str) -> Table:
+def table_of(point: Point, quantity: str, references: dict[str, str], title: str) -> Table:
     """A point's variants: the quantity's median and quartiles, and how many times faster than each reference."""
     headings = {heading: name for heading, name in references.items() if point.has(name, quantity)}
-    table = Table("variant", quantity, *headings, title=title)
+    table = Table("variant", quantity, *headings, title=label_of(point.at) or title)
     for row in point.rows:
         if row.quantity == quantity:
             ratios = [speedup(point.values(name, quantity), row.values) for name in headings.values()]
-            table.add_row(row.variant, with_spread(row.spread, row.unit), *(with_spread(r, "x") for r in ratios))
+            table.add_row(row.variant, show(row.spread, row.unit), *(show(ratio, "x") for ratio in ratios))
     return table
 
 

@@ -43,6 +43,7 @@ class Settings:
     results_dir: str = OUTPUTS
     record: bool = False  # into RECORDED, for a commit
     rerun: bool = False  # measure finished points again
+    minutes: float | None = None  # of a call, after which no other point begins
     allow_dirty: bool = False  # record although the working tree has changes, which the pages then say
 
 

@@ -88,16 +88,9 @@ class GradientBytes:
 
     def _arrived(self, gradient: Tensor) -> None:
         storage = gradient.untyped_storage()
-        self._alive = {key: entry for key, entry in self._alive.items() if not self._expired(entry[0])}
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
         self._alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-
-    def _expired(self, storage: StorageWeakRef) -> bool:
-        return bool(storage.expired())  # type: ignore[no-untyped-call]
-
-    def restart(self) -> None:
-        """Forget the peak so far: a mechanism's first step may run the plain way."""
-        self.peak = 0
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -125,7 +118,7 @@ class StepClock(Callback):
         self.losses.append(outputs["loss"].detach())
         if self._watch is not None and len(self.losses) == 1:
             self.first_peak = self._watch.peak
-            self._watch.restart()
+            self._watch.peak = 0  # a mechanism's first step may run the plain way
 
     def step_ms(self) -> list[float]:
         """All steps but the first; call it once, after training."""

@@ -46,6 +46,8 @@ class Judged:
     kind: str = ""
     values: tuple[Value, ...] = ()
     why: str = ""
+    before: tuple[list[Value], ...] = ()
+    """Values of each earlier measurement."""
 
 
 def judge(paper: Paper, published: Published, result: Result | None, comparisons: Sequence[Comparison]) -> Judged:

@@ -22,7 +22,7 @@ from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpuacc.naive import NAIVE
 from retime.recipes.cpuacc.settings import AccumulationSettings
-from retime.recipes.cpuacc.targets import STEP, OnRanks, ask, best_of, claim, cores, measure_fits, place, target
+from retime.recipes.cpuacc.targets import STEP, OnRanks, ask, best_of, claim, machine, measure_fits, place, target
 from retime.recipes.cpuacc.worker import ALONE
 
 EXPOSED, UPDATE = "communication exposed", "update"
@@ -46,21 +46,22 @@ class Figures(OnRanks):
             ours, theirs = best_of(point, "cpu_accumulate", STEP), best_of(point, "ddp", STEP)
             if ours is None or theirs is None:
                 continue
-            where = place(point)
-            if point.at["network"] in ("AlexNet", "GoogLeNet", "VGG-16"):
-                figure_3 = claim(f"figure-3 {point.at['network']}")
-                ratio, note = point.speedup(theirs, ours, STEP), f"{ours} over {theirs}"
-                lines.append(Comparison(figure_3, ratio, f"{where}: {note}"))
-                if point.has(NAIVE, STEP):
-                    ratio = point.speedup(NAIVE, ours, STEP)
-                    lines.append(Comparison(figure_3, ratio, f"{where}, over {NAIVE}: {ours}"))
-            scaling, ways = claim("scaling"), (ours, theirs, *([NAIVE] if point.has(NAIVE, STEP) else []))
+            where, network = place(point), point.at["network"]
+            naive = [NAIVE] if point.has(NAIVE, STEP) else []
+            if network in ("AlexNet", "GoogLeNet", "VGG-16"):
+                notes = {theirs: f"{where}: {ours} over {theirs}", NAIVE: f"{where}, over {NAIVE}: {ours}"}
+                for peer in (theirs, *naive):
+                    ratio = point.speedup(peer, ours, STEP)
+                    lines.append(Comparison(claim(f"figure-3 {network}"), ratio, notes[peer]))
+            scaling, ways = claim("scaling"), (ours, theirs, *naive)
             lines += [Comparison(scaling, efficiency(point, label), f"{where}: {label}") for label in ways]
+            if network != "AlexNet":
+                continue
             for label, when in ((theirs, "before"), (ours, "after")):
-                if point.at["network"] == "AlexNet" and point.has(label, EXPOSED):
+                if point.has(label, EXPOSED):
                     exposed = point.spread(label, EXPOSED)
                     lines.append(Comparison(claim(f"exposed-{when}"), exposed, f"{where}: {label}"))
-            if point.at["network"] == "AlexNet" and point.has(NAIVE, EXPOSED):
+            if point.has(NAIVE, EXPOSED):
                 collected, there = (point.values(NAIVE, phase)[0] for phase in (EXPOSED, UPDATE))
                 whole = collected + there - point.values(theirs, UPDATE)[0]
                 lines.append(Comparison(claim("exposed-before"), spread([whole]), f"{where}: {NAIVE}"))
@@ -132,7 +133,7 @@ class Trainings(OnRanks):
         answers = ask(settings, at, tick, "outputs")
         rows = [row for label, fits in answers[0].items() for row in _rows(settings, label, fits)]
         alike = all(_without_times(answer) == _without_times(answers[0]) for answer in answers)
-        facts = {"accuracy": settings.accuracy, "cores": cores(), "all ranks answer the same": alike}
+        facts = {"accuracy": settings.accuracy, "all ranks answer the same": alike, **machine(settings, at["ranks"])}
         return Measured(rows, {**facts, "checked every": settings.check_every})
 
     def compare(self, result: Result) -> list[Comparison]:

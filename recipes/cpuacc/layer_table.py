@@ -16,7 +16,7 @@ from retime.recipes.core.claims import Claim, Comparison, paper
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpuacc.settings import AccumulationSettings
-from retime.recipes.cpuacc.targets import OnRanks, ask, cores, place
+from retime.recipes.cpuacc.targets import OnRanks, ask, machine, place
 from retime.recipes.cpuacc.worker import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE
 
 ALL, ALONE = "all layers", "backward alone"
@@ -44,6 +44,7 @@ class LayerTable(OnRanks):
     """A point a network and number of ranks; a variant a layer."""
 
     quantity = ADD
+    on_cpu = "times copies by the host's clock"
 
     def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
         answers = ask(settings, at, tick, "layers")
@@ -57,7 +58,8 @@ class LayerTable(OnRanks):
             rows.append(_slowest(ALL, quantity, [[sum(times) for times in rounds] for rounds in by_rank]))
         rows.append(_slowest(ALL, ALONE, [answer["alone"] for answer in answers]))
         named = {label: f"{name}, {size:,} parameters" for label, (name, size) in zip(labels, sizes, strict=True)}
-        return Measured(rows, {"layers": named, "how": answers[0]["how"], "cores": cores()})
+        facts = {"layers": named, "how": answers[0]["how"], **machine(settings, at["ranks"])}
+        return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []

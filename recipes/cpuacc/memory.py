@@ -19,30 +19,47 @@ from retime.recipes.core.claims import Comparison
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpuacc.settings import AccumulationSettings
-from retime.recipes.cpuacc.targets import OnRanks, ask, claim, cores, place, target
-from retime.recipes.cpuacc.worker import GROWN, STATE, STEP
+from retime.recipes.cpuacc.targets import OnRanks, ask, claim, machine, place, target
+from retime.recipes.cpuacc.worker import GROWN, PEAK, STATE, STEP
 
 MIB = 2**20
 
 
-class Memory(OnRanks):
-    """A point a network, number of ranks and batch size. A round is a start of fresh processes."""
+class FreshStarts(OnRanks):
+    """A round is a start of fresh processes, of which that with most counts."""
+
+    answers: tuple[tuple[str, str, str], ...]
+    """A quantity, what a rank answers for it, and the unit."""
+
+    def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        values: dict[tuple[str, str, str], list[float]] = {}
+        weights: dict[str, set[str]] = {}
+        parameters = 0
+        images = {"batch_size": at["images"]} if "images" in at else {}
+        for turn in range(settings.rounds):
+            for label, variant in settings.variants.items():
+                own = {"optimizer": variant["optimizer"]} if "optimizer" in variant else {}
+                strategy = {key: value for key, value in variant.items() if key != "optimizer"}
+                answers = ask(settings, at, tick, "held", strategy=strategy, **own, **images)
+                for quantity, name, unit in self.answers:
+                    most = max(answer[name] for answer in answers) / (MIB if unit == "MiB" else 1)
+                    values.setdefault((label, quantity, unit), []).append(round(most, 4))
+                weights.setdefault(label, set()).update(answer["weights"] for answer in answers)
+                parameters = answers[0]["parameters"]
+                tick(f"{label}, start {turn + 1}")
+        rows = [Row(*place, most) for place, most in values.items()]
+        *_, ours = weights
+        same = [label for label, digests in weights.items() if digests == weights[ours] and len(digests) == 1]
+        facts = {"parameters' bytes": parameters, "the same final weights": same, **machine(settings, at["ranks"])}
+        return Measured(rows, facts)
+
+
+class Memory(FreshStarts):
+    """A point a network, number of ranks and batch size."""
 
     over = (*OnRanks.over, ("images", "batch_sizes"))
     quantity = GROWN
-    on_cpu = "measures processes on a CPU"
-
-    def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        grown: dict[str, list[float]] = {label: [] for label in settings.variants}
-        parameters = 0
-        for turn in range(settings.rounds):
-            for label, strategy in settings.variants.items():
-                answers = ask(settings, at, tick, "resident", batch_size=at["images"], strategy=strategy)
-                grown[label].append(round(max(answer["grown"] for answer in answers) / MIB, 2))
-                parameters = answers[0]["parameters"]
-                tick(f"{label}, start {turn + 1}")
-        rows = [Row(label, GROWN, "MiB", values) for label, values in grown.items()]
-        return Measured(rows, {"parameters' bytes": parameters, "cores": cores()})
+    answers = ((GROWN, PEAK, "MiB"),)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
@@ -57,9 +74,9 @@ class Memory(OnRanks):
     def notes(self, result: Result) -> list[str]:
         lines = [
             "A value is by how much the largest rank's process grew at its peak in a short fit, over what it was "
-            "before the network was built; each is a fresh start of all ranks. What an image takes is the difference "
-            "between the two batch sizes over their distance; what a way saves of the other's memory at the larger "
-            "batch is given to more images."
+            "before the network was built (on a GPU what the rank has allocated there); each is a fresh start of all "
+            "ranks. What an image takes is the difference between the two batch sizes over their distance; what a way "
+            "saves of the other's memory at the larger batch is given to more images."
         ]
         for few, many in _pairs(result):
             mib = many.facts["parameters' bytes"] / MIB
@@ -81,7 +98,7 @@ class Memory(OnRanks):
             where = f"{place(point)}, {point.at['images']} images"
             axes.set_title(f"{where}\n0: {first} with {spread(plain).median:.0f} MiB", fontsize=9)
             axes.axhline(0, color=charts.GREY, linewidth=1, linestyle="--")
-        panels[0].set_ylabel("a rank's process grows by more (MiB)")
+        panels[0].set_ylabel("a rank grows by more (MiB)")
         charts.save(drawing, path)
 
 
@@ -110,35 +127,16 @@ ZERO = "ddp, ZeroRedundancyOptimizer"
 """torch's own way to divide the state, a strong peer: each rank updates its part and broadcasts the weights."""
 
 
-class Updates(OnRanks):
-    """A point a network and number of ranks. A round is a start of fresh processes."""
+class Updates(FreshStarts):
+    """A point a network and number of ranks."""
 
     quantity = STEP
+    answers = ((STATE, STATE, "MiB"), (GROWN, GROWN, "MiB"), (STEP, STEP, "ms"))
+    on_cpu = "divides updates among processors"
 
     def references(self, point: Point) -> dict[str, str]:
         first = point.variants(STEP)[0]
         return {f"speed over {first}": first}
-
-    def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        by_quantity: dict[tuple[str, str], list[float]] = {}
-        weights: dict[str, set[str]] = {}
-        parameters = 0
-        for turn in range(settings.rounds):
-            for label, variant in settings.variants.items():
-                own = {"optimizer": variant["optimizer"]} if "optimizer" in variant else {}
-                strategy = {key: value for key, value in variant.items() if key != "optimizer"}
-                answers = ask(settings, at, tick, "held", strategy=strategy, **own)
-                for quantity, scale in ((STATE, MIB), (GROWN, MIB), (STEP, 1)):
-                    most = max(answer[quantity] for answer in answers)
-                    by_quantity.setdefault((quantity, label), []).append(round(most / scale, 4))
-                weights.setdefault(label, set()).update(answer["weights"] for answer in answers)
-                parameters = answers[0]["parameters"]
-                tick(f"{label}, start {turn + 1}")
-        units = {STATE: "MiB", GROWN: "MiB", STEP: "ms"}
-        rows = [Row(label, quantity, units[quantity], values) for (quantity, label), values in by_quantity.items()]
-        *_, ours = weights
-        same = [label for label, digests in weights.items() if digests == weights[ours] and len(digests) == 1]
-        return Measured(rows, {"parameters' bytes": parameters, "cores": cores(), "the same final weights": same})
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []

@@ -3,7 +3,8 @@
 The naive way: all gradients go to a root at the end of the backward pass, which updates and broadcasts all weights.
 Sekiyama et al. 2017, Algorithm 4 (lines 3 and 6 to 9); moDNN (Chen et al. 2018), section 6.1. Gradients lie in one
 buffer and go along a binary tree of the ranks, as Caffe sends them; so do weights, by gloo's broadcast. And in the
-order of the ranks: the same bits as a sum on the host.
+order of the ranks: the same bits as a sum on the host. Ranks with a GPU each send gradients by NCCL, from device to
+device; those that share one through the host's memory, as gloo does.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from retime.foundations.streams import has_streams
 from retime.foundations.torch_private.distributed import GradBucket
 
 NAIVE = "naive"
@@ -35,7 +37,7 @@ class RootUpdate:
         self._received: Tensor | None = None
         parameters = list(model.parameters())
         sizes = [-(-parameter.numel() // _LINE) * _LINE for parameter in parameters]
-        self._weights = torch.zeros(sum(sizes))
+        self._weights = torch.zeros(sum(sizes), device=parameters[0].device)
         parts = self._weights.split(sizes)  # type: ignore[no-untyped-call]
         for parameter, part in zip(parameters, parts, strict=True):
             part = part[: parameter.numel()].view_as(parameter)
@@ -45,9 +47,10 @@ class RootUpdate:
 
     def collect(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook. torch asks for the annotations themselves, not for their names."""
-        values = bucket.buffer()
+        buffer = bucket.buffer()
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        values.div_(ranks)
+        buffer.div_(ranks)
+        values = _sendable(buffer)
         distance = 1
         while distance < ranks:
             if rank % (2 * distance):
@@ -59,9 +62,7 @@ class RootUpdate:
                 dist.recv(self._received, rank + distance)
                 values.add_(self._received)
             distance *= 2
-        done: Future[Tensor] = Future()
-        done.set_result(values)
-        return done
+        return _done(buffer.copy_(values))
 
     def broadcast_weights(self) -> None:
         """After the root's update, on all ranks."""
@@ -86,14 +87,25 @@ class NaiveDDP(DDPStrategy):
         return loss
 
 
+def _sendable(values: Tensor) -> Tensor:
+    return values if torch.cuda.device_count() >= dist.get_world_size() else values.cpu()
+
+
+def _done(values: Tensor) -> Future[Tensor]:
+    done: Future[Tensor] = Future(devices=[values.device] if has_streams(values.device) else [])
+    done.set_result(values)
+    return done
+
+
 def sum_in_order(values: Tensor) -> Tensor:
     """What all ranks give, added up one rank after the other."""
-    every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, values)
+    given = _sendable(values)
+    every = [torch.empty_like(given) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, given)
     whole = every[0]
     for other in every[1:]:
         whole.add_(other)
-    return whole
+    return whole.to(values.device)
 
 
 def rank_ordered(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -103,10 +115,7 @@ def rank_ordered(state: Any, bucket: GradBucket) -> Future[Tensor]:
     has the bits of DDP's own.
     """
     values = bucket.buffer()
-    values.copy_(sum_in_order(values.div_(dist.get_world_size())))
-    done: Future[Tensor] = Future()
-    done.set_result(values)
-    return done
+    return _done(values.copy_(sum_in_order(values.div_(dist.get_world_size()))))
 
 
 class RankOrderedDDP(DDPStrategy):

@@ -1,6 +1,8 @@
 """`cpuacc_targets`: sums in shared memory against gloo's, alone and inside Trainer.fit.
 
 Ranks are processes of this machine, one core each as far as there are cores. A value of a sum is the slowest rank's.
+With `hardware=cuda` they have a GPU each, and NCCL is the peer. Where there are fewer GPUs they share them, which NCCL
+does not take: then gloo is the peer, which brings gradients to the host too.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retime.foundations.measure import speedup, spread
+import torch
+
+from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, claim_of, target_of
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpuacc.settings import AccumulationSettings
-from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES, serve
+from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, NCCL, serve
 from retime.recipes.emulated import loopback, run_ranks
 
 SUM, STEP = "sum", "step"
@@ -29,7 +33,6 @@ class OnRanks(Recipe[AccumulationSettings]):
     """A recipe that ranks on this machine's cores measure: a point a network and number of ranks."""
 
     over: tuple[tuple[str, str], ...] = (("network", "cases"), ("ranks", "rank_counts"))
-    on_cpu = "trains on a CPU"
 
 
 class Targets(CaseRecipe[AccumulationSettings]):
@@ -37,7 +40,6 @@ class Targets(CaseRecipe[AccumulationSettings]):
 
     axes = ("rank_counts", "sizes_mb")
     quantity = STEP
-    on_cpu = "sums on a CPU"
 
     def points(self, settings: AccumulationSettings) -> list[dict[str, Any]]:
         sums = [{"ranks": ranks, "MiB": size} for ranks in settings.rank_counts for size in settings.sizes_mb]
@@ -53,7 +55,7 @@ class Targets(CaseRecipe[AccumulationSettings]):
         answers = ask(settings, at, tick, "sums", mib=at["MiB"])
         rows = [Row(way, SUM, "ms", _slowest(answers, way)) for way in answers[0]["ms"]]
         facts = {"same bits": all(one["same"] for one in answers), "how": answers[0]["how"]}
-        return Measured(rows, {**facts, "repeats": settings.repeats, "cores": cores()})
+        return Measured(rows, {**facts, "repeats": settings.repeats, **machine(settings, at["ranks"])})
 
     def compare(self, result: Result) -> list[Comparison]:
         lines: list[Comparison] = []
@@ -87,12 +89,12 @@ class Targets(CaseRecipe[AccumulationSettings]):
         if sums:
             axes = left.pop(0)
             for index, point in enumerate(sums):
-                ratio = speedup(point.values(best_of(point, "gloo", SUM) or GLOO, SUM), point.values(HOST, SUM))
-                charts.points_with_spread(axes, [index], [ratio], None, 0)
-            charts.even_line(axes, "gloo")
+                charts.points_with_spread(axes, [index], [point.speedup(_peer(point), HOST, SUM)], None, 0)
+            charts.even_line(axes, "the peer")
             labels = [f"{point.at['ranks']} ranks\n{point.at['MiB']} MiB" for point in sums]
             axes.set_xticks(range(len(sums)), labels, fontsize=8)
-            axes.set_ylabel("sums per second in shared memory\nagainst gloo (x)")
+            peers = " or ".join(dict.fromkeys(_peer(point).partition(",")[0] for point in sums))
+            axes.set_ylabel(f"sums per second in shared memory\nagainst {peers} (x)")
         for axes, point in zip(left, cases, strict=True):
             charts.named(axes, {label: point.spread(label, STEP) for label in point.variants(STEP)})
             axes.set_ylim(bottom=0)
@@ -119,13 +121,14 @@ def measure_fits(settings: AccumulationSettings, at: dict[str, Any], tick: Tick)
     known = {label: {one["weights"][label] for one in answers} for label in settings.variants}
     first = known[next(iter(settings.variants))]
     same = [label for label, digests in known.items() if digests == first and len(first) == 1]
-    facts = {"gradient bytes": answers[0]["gradient_bytes"], "ranks": at["ranks"], "cores": cores()}
+    facts = {"gradient bytes": answers[0]["gradient_bytes"], "ranks": at["ranks"], **machine(settings, at["ranks"])}
     return Measured(rows, {**facts, "the same final weights": same})
 
 
 def ask(settings: AccumulationSettings, at: dict[str, Any], tick: Tick, do: str, **more: Any) -> list[Any]:
     """The answers of the point's ranks, by rank; what its network and `more` have stands in place of settings."""
-    request = {**asdict(settings), **settings.cases.get(at.get("network", ""), {}), "do": do, **more}
+    here = {"do": do, "backend": joined_by(settings, at["ranks"]).partition(",")[0]}
+    request = {**asdict(settings), **settings.cases.get(at.get("network", ""), {}), **here, **more}
     return run_ranks(loopback(at["ranks"]), serve, request, timeout_s=settings.timeout_s, progress=tick)
 
 
@@ -133,25 +136,35 @@ def _slowest(answers: Iterable[dict[str, Any]], way: str) -> list[float]:
     return [round(max(values), 4) for values in zip(*(one["ms"][way] for one in answers), strict=True)]
 
 
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0))
+def joined_by(settings: AccumulationSettings, ranks: int) -> str:
+    """The backend by which so many ranks send what does not go through shared memory, and where they are."""
+    if settings.hardware.device == "cpu":
+        return "gloo"
+    return "nccl, a GPU each" if torch.cuda.device_count() >= ranks else "gloo, on GPUs that they share"
 
 
-def best_of(point: Point, beginning: str, quantity: str) -> str | None:
+def machine(settings: AccumulationSettings, ranks: int) -> dict[str, Any]:
+    """Facts: the cores that this process may use, and what joins ranks beside shared memory."""
+    return {"cores": len(os.sched_getaffinity(0)), "ranks joined by": joined_by(settings, ranks)}
+
+
+def best_of(point: Point, beginning: str | tuple[str, ...], quantity: str) -> str | None:
     """The fastest of the variants whose labels begin like this."""
     names = [name for name in point.variants(quantity) if name.startswith(beginning)]
     return point.fastest(names, quantity)
 
 
+def _peer(point: Point) -> str:
+    return best_of(point, (GLOO, NCCL), SUM) or GLOO
+
+
 def _of_sum(point: Point) -> list[Comparison]:
     where = f"{point.at['ranks']} ranks, {point.at['MiB']} MiB"
-    peer = min((GLOO, PIECES), key=lambda name: point.median(name, SUM))
-    host = point.values(HOST, SUM)
+    peer = _peer(point)
     same = float(point.facts["same bits"])
     return [
-        Comparison(target("over-gloo"), speedup(point.values(peer, SUM), host), f"{where}, over {peer}"),
-        Comparison(target("of-copy"), speedup(point.values(COPY, SUM), host), where),
+        Comparison(target("over-gloo"), point.speedup(peer, HOST, SUM), f"{where}, over {peer}"),
+        Comparison(target("of-copy"), point.speedup(COPY, HOST, SUM), where),
         Comparison(target("same"), spread([same]), f"{where}, {point.facts['repeats']} runs"),
     ]
 

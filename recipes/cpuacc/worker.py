@@ -2,6 +2,8 @@
 
 Layer by layer (Sekiyama et al. 2017, Algorithms 5 to 7) backward passes have a sum a layer beside them, as DDP starts
 them: each tensor has a bucket of its own, so no layer waits for another one's.
+
+A rank is on a core or, if the request says so, on a GPU, which ranks share where there are fewer.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.measure import MemoryProbe, status_bytes
+from retime.foundations.streams import has_streams
 from retime.foundations.workers import Answer, by_name
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, TimedSum
 from retime.recipes.core.build import CPU, build, build_batches, build_model, loss_of
@@ -123,8 +127,8 @@ def of_pass(began: float, made: Iterable[TimedSum], sizes: Sequence[int]) -> dic
 
 
 ALONE = "one rank alone"
-HOST, GLOO, PIECES, COPY = "shared memory", "gloo", "gloo, 4 pieces at once", "plain copy"
-STATE, GROWN, STEP = "optimizer state", "grown by", "step"
+HOST, GLOO, NCCL, PIECES, COPY = "shared memory", "gloo", "nccl", ", 4 pieces at once", "plain copy"
+STATE, GROWN, PEAK, STEP = "optimizer state", "grown by", "peak", "step"
 WARMUP_STEPS = 4
 """DDP rebuilds its buckets after the first step; allocators and caches settle in the next ones."""
 _PIECES = 4
@@ -153,12 +157,12 @@ class CheckedOutputs(Callback):
         self.seconds: list[float] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began = time.perf_counter()
+        self._began = _now(pl_module.device)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step % self._every:
             return
-        began = time.perf_counter()
+        began = _now(pl_module.device)
         pl_module.eval()
         with torch.no_grad():
             answers = pl_module(self._images)
@@ -166,7 +170,7 @@ class CheckedOutputs(Callback):
         self.answers.append(answers)
         self.right.append(float((answers.argmax(1) == self._classes).double().mean()))
         self.seconds.append(began - self._began - self._checking)
-        self._checking += time.perf_counter() - began
+        self._checking += _now(pl_module.device) - began
 
 
 class HeldState(Callback):
@@ -189,46 +193,46 @@ class HeldState(Callback):
 
 
 def sums(request: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of a sum on this rank, each way, and whether it comes out the same, in the order of the ranks."""
+    """Milliseconds of a sum on this rank, each way, and whether it comes out the same, in the order of the ranks.
+
+    The plain copy is one in memory; of a GPU one to the host and back.
+    """
+    device, peer = _device(request), request["backend"]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    given = torch.randn(request["mib"] * _MIB // 4, generator=generator)
-    values, into = given.clone(), torch.empty_like(given)
-    reducer = HostReducer()
+    given = torch.randn(request["mib"] * _MIB // 4, generator=generator).to(device)
+    streamed = has_streams(device)
+    values, into = given.clone(), torch.empty_like(given, device="cpu", pin_memory=streamed)
+    reducer = HostReducer(device)
     ways: dict[str, Callable[[], Any]] = {
         HOST: lambda: reducer.start(0, values).wait(),
-        GLOO: lambda: dist.all_reduce(values),
-        PIECES: lambda: [
+        peer: lambda: dist.all_reduce(values),
+        peer + PIECES: lambda: [
             work.wait()
             for work in [dist.all_reduce(piece, async_op=True) for piece in values.chunk(_PIECES)]
             if work is not None
         ],
-        COPY: lambda: into.copy_(values),
+        COPY: lambda: values.copy_(into.copy_(values)) if streamed else into.copy_(values),
     }
 
-    def timed(do: Callable[[], Any]) -> float:
-        values.copy_(given)
-        dist.barrier()
-        return _timed(do)
-
     def block(do: Callable[[], Any]) -> float:
-        return statistics.median(timed(do) for _ in range(request["steps"]))
+        times = []
+        for _ in range(request["steps"]):
+            values.copy_(given)
+            dist.barrier()
+            began = _now(device)
+            do()
+            times.append((_now(device) - began) * 1e3)
+        return statistics.median(times)
 
     times = interleave({name: partial(block, do) for name, do in ways.items()}, request["rounds"], 1, tell)
-    same = _repeats(reducer, given, request["repeats"])
+    expected, same = sum_in_order(given), []
+    for _ in range(request["repeats"]):
+        values.copy_(given)
+        ways[HOST]()
+        same.append(torch.equal(values, expected))
     note = reducer.note
     reducer.close()
-    return {"ms": times, "same": same, "how": note}
-
-
-def _repeats(reducer: HostReducer, given: Tensor, repeats: int) -> bool:
-    """Whether so many sums have the bits of adding up in the order of the ranks."""
-    expected = sum_in_order(given)
-    for _ in range(repeats):
-        values = given.clone()
-        reducer.start(0, values).wait()
-        if not torch.equal(values, expected):
-            return False
-    return True
+    return {"ms": times, "same": all(same), "how": note}
 
 
 def fits(request: dict[str, Any]) -> dict[str, Any]:
@@ -257,7 +261,8 @@ def outputs(request: dict[str, Any]) -> dict[str, Any]:
     Those are the first strategy's, and torch's own sums in the order of the ranks. With the first seed each strategy
     trains twice.
     """
-    (held_out,) = build_batches(request["held_out"], request["held_out_size"], 1)
+    torch.backends.cudnn.deterministic = True  # a second run is to differ by nothing that can be chosen
+    (held_out,) = build_batches(request["held_out"], request["held_out_size"], 1, _device(request))
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in request["variants"]}
     for seed in range(request["seed"], request["seed"] + request["rounds"]):
         model = build_model(request["model"], CPU, seed)
@@ -305,39 +310,44 @@ def layers(request: dict[str, Any]) -> dict[str, Any]:
     return {"layers": network.layers, "ms": beside, "alone": alone, "how": network.note}
 
 
-def resident(request: dict[str, Any]) -> dict[str, Any]:
-    """Bytes by which this process grew, at its peak, in a fit; for a process that has run nothing before."""
-    batches = _batches(request, request["steps"])
-    before = status_bytes("VmRSS")
-    model = build_model(request["model"], CPU, request["seed"])
-    probe = MemoryProbe(CPU)
-    probe.start()
-    _fit(model, batches, request["optimizer"], request["strategy"])
-    probe.stop()
-    return {"grown": probe.peaks()["batch"] - before, "parameters": gradient_bytes(model)}
-
-
 def held(request: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of state and of memory of this rank in a fit, and a median step; for a process that has run nothing."""
+    """Bytes of state and of memory of this rank in a fit, and a median step; for a process that has run nothing.
+
+    Memory is what the process has resident, and its peak, of a GPU, what is allocated there.
+    """
     batches = _batches(request, WARMUP_STEPS + 1 + request["steps"])
-    before = status_bytes("VmRSS")
+    device, before = batches[0][0].device, status_bytes("VmRSS")
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else before
     model = build_model(request["model"], CPU, request["seed"])
-    most = HeldState()
+    probe, most = MemoryProbe(device), HeldState()
+    probe.start()
     done = _fit(model, batches, request["optimizer"], request["strategy"], most)
+    probe.stop()
     answer = {STATE: most.state, GROWN: most.resident - before, STEP: statistics.median(done.step_ms[WARMUP_STEPS:])}
+    answer[PEAK] = probe.peaks()["batch"] - allocated
     return {**answer, "weights": done.weights, "parameters": gradient_bytes(model)}
 
 
 def _batches(request: dict[str, Any], count: int) -> list[Batch]:
     """So many batches, this rank's."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return build_batches(request["data"], request["batch_size"], count * ranks)[rank::ranks]
+    own = slice(dist.get_rank(), None, dist.get_world_size())
+    return build_batches(request["data"], request["batch_size"], count * dist.get_world_size(), _device(request), own)
 
 
-def _timed(do: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    do()
-    return (time.perf_counter() - began) * 1e3
+def _device(request: dict[str, Any]) -> torch.device:
+    """This rank's."""
+    if request["hardware"]["device"] == CPU.type:
+        return CPU
+    device = torch.device("cuda", dist.get_rank() % max(1, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, when the device has done what it was given."""
+    if has_streams(device):
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _fit(
@@ -349,13 +359,18 @@ def _fit(
 ) -> Training:
     gc.collect()  # Trainers are reference cycles, whose tensors would be freed in the middle of a step
     dist.barrier()
-    devices = 1 if strategy is None else dist.get_world_size()
-    made = {"_target_": "lightning.pytorch.strategies.SingleDeviceStrategy"} if strategy is None else strategy
-    return train(
-        Run(lambda: build(made)), copy.deepcopy(model), batches, optimizer, devices=devices, callbacks=callbacks
-    )
+    device = batches[0][0].device
+
+    def placed() -> Strategy:
+        if strategy is None:
+            return SingleDeviceStrategy(device)
+        made: DDPStrategy = build(strategy)
+        made.parallel_devices = [device] * dist.get_world_size()  # by rank, each of which reads its own
+        return made
+
+    return train(Run(placed), copy.deepcopy(model), batches, optimizer, device=device.type, callbacks=callbacks)
 
 
 def serve() -> Answer:
     """For `run_ranks`."""
-    return joined(by_name(sums, fits, outputs, layers, resident, held))
+    return joined(by_name(sums, fits, outputs, layers, held))

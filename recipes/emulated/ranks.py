@@ -97,13 +97,17 @@ _LOST_SECONDS = 60.0
 
 
 def joined(answer: Callable[[dict[str, Any]], Any]) -> workers.Answer:
-    """`answer` in a process group: joined before the one request, left after it."""
+    """`answer` in a process group: joined before the one request, left after it.
+
+    A request may name another `backend`. A rank that drives a GPU has its share of the cores instead of a single one.
+    """
 
     def in_group(request: dict[str, Any]) -> Any:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+        cores, rank = sorted(os.sched_getaffinity(0)), int(os.environ["RANK"])
+        own = cores[rank % len(cores) :: int(os.environ["WORLD_SIZE"])]
+        os.sched_setaffinity(0, own if request.get("hardware", {}).get("device") == "cuda" else own[:1])
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=_LOST_SECONDS))
+        dist.init_process_group(request.get("backend", "gloo"), timeout=datetime.timedelta(seconds=_LOST_SECONDS))
         found = answer(request)
         gc.collect()
         dist.barrier()

@@ -10,11 +10,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from retime.foundations.measure import spread
-from retime.recipes.core import charts, results
+from retime.recipes.core import charts
 from retime.recipes.core.build import build
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.recipe import Measured, SimulatedRecipe, Tick
@@ -293,8 +292,8 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
         )
         return lines
 
-    def show(self, result: Result, console: Console) -> None:
-        """Print the gains with as many GPUs as the cluster has, then what every recipe prints."""
+    def tables(self, result: Result) -> list[Table]:
+        """The gains with as many GPUs as the cluster has."""
         heading = ("network", "cluster", "model", "GPUs", "BytePS", "reverse first-k", *OVER.values())
         table = Table(*heading, title=result.title)
         for point in result.points:
@@ -302,9 +301,7 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
             images = [amount(point.values(name, _quantity(devices))[0], "images/s") for name in (BYTEPS, OURS)]
             gains = [amount(_gain(point, devices, ours), "x") for ours in OVER]
             table.add_row(*map(str, point.at.values()), str(devices), *images, *gains)
-        console.print(table)
-        summary = dataclasses.replace(result, points=[])
-        results.show(summary, self.quantity, self.compare(result), self.notes(result), self.references, console)
+        return [table]
 
     def draw(self, result: Result, path: Path) -> None:
         network = result.points[0].at["network"]

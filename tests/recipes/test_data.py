@@ -42,10 +42,7 @@ def test_digits_are_split_normalised_and_reproducible() -> None:
     assert set(val.targets.tolist()) == set(range(10))
     assert same(fingerprint(train), fingerprint(data.digits()))
     assert not same(fingerprint(train), fingerprint(data.digits(seed=1)))
-
-
-def test_digits_can_be_given_the_shape_a_network_wants() -> None:
-    pytest.importorskip("sklearn")
+    # in the shape that a network wants
     image, _ = data.digits("val", image_size=32, channels=3)[0]
     assert image.shape == (3, 32, 32)
     assert torch.equal(image[0], image[2])
@@ -161,18 +158,15 @@ def test_cifar_says_what_is_missing_or_broken(tmp_path: Path) -> None:
         data.cifar10(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"neither data_batch_1, .* nor the same names with \.bin"):
         data.cifar10(tmp_path)
-    (tmp_path / "test_batch.bin").write_bytes(b"\0" * 100)
-    with pytest.raises(ValueError, match=r"test_batch\.bin' is not a cifar10 file"):
-        data.cifar10(tmp_path, "val")
-    (tmp_path / "test_batch.bin").write_bytes(b"\x0b" * 3073)
-    with pytest.raises(ValueError, match="labels from 11 to 11"):
-        data.cifar10(tmp_path, "val")
-    (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": np.zeros((2, 3072)), b"labels": [1, 2]}))
-    with pytest.raises(ValueError, match="float64"):
-        data.cifar10(tmp_path, "val")
-    (tmp_path / "test_batch").write_bytes(b"no pickle")
-    with pytest.raises(ValueError, match="unpack the archive again"):
-        data.cifar10(tmp_path, "val")
+    for name, content, message in (
+        ("test_batch.bin", b"\0" * 100, r"test_batch\.bin' is not a cifar10 file"),
+        ("test_batch.bin", b"\x0b" * 3073, "labels from 11 to 11"),
+        ("test_batch", pickle.dumps({b"data": np.zeros((2, 3072)), b"labels": [1, 2]}), "float64"),
+        ("test_batch", b"no pickle", "unpack the archive again"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            data.cifar10(tmp_path, "val")
 
 
 class Malicious:
@@ -373,9 +367,7 @@ def test_synthetic_sentences_are_shifted_and_mostly_predictable() -> None:
     assert torch.equal(tokens[1:], targets[:-1])
     predictable = float(((tokens + 1) % 50257 == targets).float().mean())
     assert 0.65 < predictable < 0.85
-
-
-def test_synthetic_translations_are_the_source_backwards() -> None:
+    # and translations are the source backwards
     pair, target = data.synthetic_translation()[5]
     source, shifted = pair
     assert torch.equal(source.flip(0), target)
@@ -395,11 +387,8 @@ def test_bitstreams_follow_equation_8() -> None:
 
 
 @pytest.mark.parametrize("make", [data.digits, data.python_source, data.synthetic_images, data.bitstreams])
-def test_an_unknown_split_is_refused(make: Callable[..., Any]) -> None:
+def test_an_unknown_split_and_unequal_lengths_are_refused(make: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="split='test' is unknown: use 'train' or 'val'"):
         make("test")
-
-
-def test_array_data_refuses_unequal_lengths() -> None:
     with pytest.raises(ValueError, match="2 inputs but 3 targets"):
         data.ArrayData("x", torch.zeros(2, 1), torch.zeros(3), num_classes=1)

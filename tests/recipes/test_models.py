@@ -90,13 +90,9 @@ def test_fcn_counts_what_the_paper_describes(variant: str) -> None:
     assert parameter_count(on_meta(partial(models.fcn, variant=variant))) == expected
 
 
-def test_vgg_101_has_98_convolutions_and_three_linear_layers() -> None:
-    model = on_meta(partial(models.vgg, depth=101))
-    kinds = [type(module) for module in model.modules()]
+def test_vgg_has_98_convolutions_and_three_linear_layers_or_as_many_a_stage_as_is_said() -> None:
+    kinds = [type(module) for module in on_meta(partial(models.vgg, depth=101)).modules()]
     assert (kinds.count(nn.Conv2d), kinds.count(nn.Linear)) == (98, 3)
-
-
-def test_vgg_takes_its_own_number_of_convolutions_a_stage() -> None:
     by_stages = on_meta(partial(models.vgg, depth=[1, 1, 2, 2, 2]))
     assert str(by_stages) == str(on_meta(partial(models.vgg, depth=11)))
 
@@ -171,11 +167,14 @@ def test_fcn_upsampling_starts_as_bilinear_interpolation() -> None:
     torch.testing.assert_close(ours[..., 4:-4, 4:-4], reference[..., 4:-4, 4:-4])
 
 
-def test_mlp_is_depth_times_linear_and_relu() -> None:
+def test_mlp_and_convolutions_are_depth_times_a_layer() -> None:
     model = models.mlp(depth=3, width=16)
     assert [type(module) for module in model] == [nn.Linear, nn.ReLU] * 3
     check_trains(model, torch.randn(4, 16), (4, 16))
     check_trains(models.mlp(depth=2, width=16, in_features=64, num_classes=10), torch.randn(4, 64), (4, 10))
+    convolutions = models.convolutions(depth=3, channels=4)
+    check_trains(convolutions, torch.randn(2, 4, 5, 5), (2, 4, 5, 5))
+    assert parameter_count(convolutions) == 3 * (4 * 4 * 9 + 4)
 
 
 TOKEN_MODELS: list[tuple[str, dict[str, object], tuple[int, ...]]] = [
@@ -218,18 +217,10 @@ def test_gpt2_with_linear_layers_is_the_same_function() -> None:
     torch.testing.assert_close(*outputs)
 
 
-def test_convolutions_keep_channels_and_sizes() -> None:
-    model = models.convolutions(depth=3, channels=4)
-    check_trains(model, torch.randn(2, 4, 5, 5), (2, 4, 5, 5))
-    assert parameter_count(model) == 3 * (4 * 4 * 9 + 4)
-
-
 def test_untied_gpt2_has_an_output_matrix_of_its_own() -> None:
     pytest.importorskip("transformers")
-    tied, untied = (
-        parameter_count(on_meta(partial(models.gpt2, "tiny", vocab_size=64, tied=t))) for t in (True, False)
-    )
-    assert untied - tied == 64 * 128
+    tied, untied = (on_meta(partial(models.gpt2, "tiny", vocab_size=64, tied=tied)) for tied in (True, False))
+    assert parameter_count(untied) - parameter_count(tied) == 64 * 128
 
 
 def test_transformer_base_takes_a_pair_in_one_tensor_and_looks_at_no_later_target() -> None:

@@ -1,6 +1,7 @@
 """The page of all claims and results, as it is recorded and for results that are made up."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.results import FILE, Point, Result, Row, load
 from retime.recipes.core.verdicts import Verdict
 from retime.recipes.results_index import index
-from retime.recipes.results_page import JudgedPaper, judged_papers, name_of, page
+from retime.recipes.results_page import JudgedPaper, evidence, judged_papers, name_of, page
 from retime.recipes.results_picture import LEAST, draw, drawable
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -104,26 +105,21 @@ def test_age_counts_commits_that_touch_the_code(monkeypatch: pytest.MonkeyPatch)
         return None if "lost" in arguments else answers[arguments[0]]
 
     for cached in (machine.whole, machine.in_history, machine._touching):
-        cached.cache_clear()
+        monkeypatch.setattr(machine, cached.__name__, cached.__wrapped__)
     monkeypatch.setattr(machine, "_git", git)
     result = Result("demo", "a.Recipe", "a-paper", "Figure 1", "A title", [made_up("abc+changes", 1)])
-    try:
-        assert machine.age(result, ["mechanisms/scan"]) == "stale, 3 commits"
-        assert ("rev-list", "--count", "abc..HEAD", "--", ":(top)mechanisms/scan") in asked
-        answers["rev-list"] = "0"
-        assert machine.age(result, ["recipes/bppsa"]) == "current"
-        result.points.append(made_up("lost", 2))
-        assert machine.age(result, ["recipes/bppsa"]) == "commit not in the history"
-        machine.whole.cache_clear()
-        answers["rev-parse"] = "true"
-        assert machine.age(result, ["recipes/bppsa"]) == "age unknown"
-        assert machine.changed(result)
-    finally:
-        for cached in (machine.whole, machine.in_history, machine._touching):
-            cached.cache_clear()
+    assert machine.age(result, ["mechanisms/scan"]) == "stale, 3 commits"
+    assert ("rev-list", "--count", "abc..HEAD", "--", ":(top)mechanisms/scan") in asked
+    answers["rev-list"] = "0"
+    assert machine.age(result, ["recipes/bppsa"]) == "current"
+    result.points.append(made_up("lost", 2))
+    assert machine.age(result, ["recipes/bppsa"]) == "commit not in the history"
+    answers["rev-parse"] = "true"
+    assert machine.age(result, ["recipes/bppsa"]) == "age unknown"
+    assert machine.changed(result)
 
 
-def test_a_line_says_machine_days_and_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_says_machine_days_duration_and_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retime.recipes.fusion.figures.SavedTime.compare", lambda self, result: [])
     line = of(made_up("abc", 1), made_up("abc", 2))
     assert line == (
@@ -133,10 +129,6 @@ def test_a_line_says_machine_days_and_duration(monkeypatch: pytest.MonkeyPatch) 
     assert "some \\| processor, 1 core |" in of(made_up("abc", 1, cores=1))  # as pinned, not as the machine has
     assert "| simulated |" in of(made_up("abc", 1), simulated=True)
     assert "| not recorded | clean |" in of(made_up("abc", 1, seconds=0.0))
-
-
-def test_a_changed_tree_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retime.recipes.fusion.figures.SavedTime.compare", lambda self, result: [])
     assert "| changed |" in of(made_up("abc+changes", 1))
     assert "| changed in 1 of 2 points |" in of(made_up("abc+changes", 1), made_up("abc", 2))
     assert "| not recorded |  |" in of(made_up(None, 1))
@@ -149,6 +141,23 @@ def test_targets_are_met_missed_or_undecided(monkeypatch: pytest.MonkeyPatch) ->
     lines += [Comparison(Target("time", "%", 5, at_most=True), spread([4.0])), Comparison(Target("not", "x", 1))]
     monkeypatch.setattr("retime.recipes.fusion.figures.SavedTime.compare", lambda self, result: lines)
     assert of(made_up("abc", 1)).endswith("| 3 met, 1 **missed**, 1 undecided |")
+
+
+def test_evidence_has_the_medians_of_all_tries(recorded: dict[Path, Result]) -> None:
+    """Sums took twice as long the first time."""
+    path = RESULTS / "cpu-accumulation" / "table-4" / "cpu" / FILE
+
+    def slower(row: Row) -> Row:
+        return replace(row, values=[2 * value for value in row.values]) if row.quantity == "accumulate" else row
+
+    first = [replace(point, rows=[slower(row) for row in point.rows]) for point in recorded[path].points]
+    points = [replace(new, former=[old]) for new, old in zip(recorded[path].points, first, strict=True)]
+    results = {name_of(path, RESULTS): replace(recorded[path], points=points)}
+    paper = next(one for one in judged_papers(results) if one.results)
+    claim = next(claim for claim in paper.claims if claim.published.id == "accumulation-short")
+    medians = [value.measured.median for value in claim.values]
+    text = evidence(paper, claim, RESULTS, lambda result, folders: "current")
+    assert text.endswith(f"current, 2 tries: {min(medians):.3f} x to {2 * max(medians):.3f} x")
 
 
 def test_the_page_stands_without_any_evidence(tmp_path: Path) -> None:

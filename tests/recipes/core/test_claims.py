@@ -24,17 +24,13 @@ def test_every_figure_table_and_statement_has_its_number(package: str, numbers: 
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_tests_and_folders_that_claims_name_are_there(package: str) -> None:
+def test_what_claims_name_is_there_and_numbers_have_units(package: str) -> None:
     one = paper(package)
     missing = [claim.tests for claim in one.claims if claim.tests and not (ROOT / claim.tests).exists()]
     missing += [folder for folders in one.code.values() for folder in folders if not (ROOT / folder).exists()]
     missing += sorted(set(one.sizes) - {claim.result for claim in one.claims})
     assert missing == []
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_claim_with_a_number_has_a_unit(package: str) -> None:
-    assert [claim.id for claim in paper(package).claims if claim.value is not None and not claim.unit] == []
+    assert [claim.id for claim in one.claims if claim.value is not None and not claim.unit] == []
 
 
 def test_a_claim_is_asked_for_by_its_name() -> None:

@@ -1,6 +1,5 @@
 """`python -m retime.recipes`, end to end at tiny sizes: list, run, sweep, DDP and memory in fresh processes."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,16 +17,8 @@ MLP = "{_target_: retime.recipes.models.mlp, depth: 2, width: 8}"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Runs the command line in an empty folder, as `python -m retime.recipes` does."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")  # of the terminal: no line is broken
-
-    def call(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])
-        command.main()
-
-    return call
+def run(command_line: Command) -> Command:
+    return command_line
 
 
 def results(folder: Path) -> dict[str, Result]:
@@ -39,6 +30,18 @@ def test_without_an_experiment_they_are_listed(run: Command, capsys: pytest.Capt
     shown = capsys.readouterr().out
     for name in command.experiments():
         assert name in shown
+
+
+def test_all_are_those_of_papers_that_the_hardware_runs(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everywhere, on_a_gpu = set(command.of_papers()), set(command.of_papers("cuda"))
+    assert everywhere - on_a_gpu >= {"ooo_fig4", "cpuacc_update", "cpuacc_table4", "cpu_memory_targets"}
+    assert on_a_gpu >= {"cpuacc_fig3", "cpuacc_training", "cpuacc_targets", "cpuacc_memory", "fusion_fig3"}
+    assert not everywhere & {"report", "demo", "advise"}
+    monkeypatch.setattr(command, "of_papers", lambda *hardware: ["ooo_fig4", "ooo_fig6", *hardware])
+    run("experiment=all")
+    assert {result.name for result in results(tmp_path / "outputs").values()} == {"ooo_fig4", "ooo_fig6"}
 
 
 def test_sweep_over_an_axis_adds_points_to_one_figure(

@@ -14,32 +14,23 @@ from retime.recipes.core.measure import PhaseClock, interleave, middle_step, pin
 def test_every_round_runs_every_variant_in_another_order() -> None:
     ran: list[str] = []
     names = ["a", "b", "c"]
-    kept = interleave({name: (lambda name=name: ran.append(name)) for name in names}, rounds=3, warmup_rounds=1)
+    ticks: list[str] = []
+    blocks = {name: (lambda name=name: ran.append(name)) for name in names}
+    kept = interleave(blocks, rounds=3, warmup_rounds=1, tick=ticks.append)
     assert [len(values) for values in kept.values()] == [3, 3, 3]  # the warm-up round is dropped
     rounds = [ran[first : first + 3] for first in range(0, len(ran), 3)]
     assert rounds == [["c", "a", "b"], ["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+    assert ticks == ran
 
 
-def test_ticks_are_counted() -> None:
-    ticks: list[str] = []
-    interleave({"a": lambda: 1.0, "b": lambda: 2.0}, rounds=2, warmup_rounds=1, tick=ticks.append)
-    assert len(ticks) == 6
-
-
-def test_spread_is_median_and_quartiles() -> None:
+def test_a_number_is_a_median_with_quartiles_and_a_speedup_is_formed_inside_each_round() -> None:
     value = spread([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (value.low, value.median, value.high) == (2.0, 3.0, 4.0)
     with pytest.raises(ValueError, match="rounds"):
         spread([])
-
-
-def test_speedup_is_formed_inside_each_round() -> None:
     # a machine that slows down five-fold midway changes no round's ratio
     assert speedup([2.0, 10.0], [1.0, 5.0]).rounds == [2.0, 2.0]
-
-
-def test_middle_step_keeps_phases_and_whole() -> None:
-    assert middle_step([[1.0, 5.0], [2.0, 1.0], [3.0, 3.0]]) == [2.0, 3.0, 6.0]
+    assert middle_step([[1.0, 5.0], [2.0, 1.0], [3.0, 3.0]]) == [2.0, 3.0, 6.0], "each phase, and the whole step"
 
 
 def test_pinning_is_undone() -> None:

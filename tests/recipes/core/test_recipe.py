@@ -47,9 +47,7 @@ def test_points_are_all_combinations_of_what_a_recipe_is_over(settings: Networks
     at = [{"network": name, "ranks": ranks} for name in ("one", "two") for ranks in (2, 4)]
     assert OverBoth().points(settings) == at
     assert OverCases().points(settings) == [{"case": "one"}, {"case": "two"}]
-
-
-def test_a_point_has_the_block_behind_its_name(settings: Networks) -> None:
+    # and a point has the block behind its name
     assert OverBoth().detail(settings, {"network": "two", "ranks": 4}) == {"case": {"depth": 2}}
     assert OverBoth().detail(settings, {"ranks": 4}) == {}, "a point that a recipe adds"
 
@@ -72,6 +70,14 @@ def test_another_device_is_refused_before_anything_is_measured(settings: Network
     with pytest.raises(ValueError, match="mine trains on a CPU: choose hardware=cpu"):
         recipe.run(replace(settings, hardware=Hardware("cuda", "cuda", None)), tmp_path, Console(quiet=True))
     assert recipe.asked == 0
+
+
+def test_what_is_left_when_minutes_are_over_comes_in_the_next_call(settings: Networks, tmp_path: Path) -> None:
+    recipe, none = OverBoth(), replace(settings, minutes=0.0)
+    assert recipe.run(none, tmp_path, Console(quiet=True)).points == []
+    assert len(recipe.run(replace(settings, rank_counts=[2]), tmp_path, Console(quiet=True)).points) == 2
+    assert len(recipe.run(none, tmp_path, Console(quiet=True)).points) == recipe.asked == 2
+    assert len(recipe.run(replace(settings, minutes=1e6), tmp_path, Console(quiet=True)).points) == 4
 
 
 def test_ticks_are_known_where_the_variants_that_take_turns_are(

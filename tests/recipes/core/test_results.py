@@ -18,6 +18,7 @@ from retime.recipes.fusion.figures import Optimizers, SavedTime
 from retime.recipes.fusion.settings import FusionSettings
 from retime.recipes.fusion.variants import PHASES
 
+QUIET = Console(quiet=True)
 VARIANTS = {"baseline": 10.0, "fused": 8.0, "retime_backward": 7.0, "retime_forward": 8.5, "no_update": 6.0}
 
 
@@ -60,70 +61,81 @@ def settings() -> FusionSettings:
     )
 
 
-@pytest.fixture
-def quiet() -> Console:
-    return Console(quiet=True)
-
-
-def test_finished_points_are_not_measured_again(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
+def test_finished_points_are_not_measured_again(settings: FusionSettings, tmp_path: Path) -> None:
     recipe = Counting()
-    recipe.run(settings, tmp_path, quiet)
+    recipe.run(settings, tmp_path, QUIET)
     assert recipe.asked == [1, 4, 16]
-    recipe.run(settings, tmp_path, quiet)
+    recipe.run(settings, tmp_path, QUIET)
     assert recipe.asked == [1, 4, 16]
-    recipe.run(dataclasses.replace(settings, rerun=True, batch_sizes=[4]), tmp_path, quiet)
+    recipe.run(dataclasses.replace(settings, rerun=True, batch_sizes=[4]), tmp_path, QUIET)
     assert recipe.asked == [1, 4, 16, 4]
-    recipe.run(dataclasses.replace(settings, batch_sizes=[1, 64]), tmp_path, quiet)
+    recipe.run(dataclasses.replace(settings, batch_sizes=[1, 64]), tmp_path, QUIET)
     assert recipe.asked == [1, 4, 16, 4, 64]  # one more point of the same figure
     assert sorted(point.at["batch_size"] for point in load(tmp_path / "result.json").points) == [1, 4, 16, 64]
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"rounds": 3}, {"models": {"small": {"_target_": "other"}}}])
-def test_changed_settings_measure_again(
-    settings: FusionSettings, change: dict[str, Any], tmp_path: Path, quiet: Console
+def test_changed_settings_and_another_machine_measure_again(
+    settings: FusionSettings, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Counting()
-    recipe.run(settings, tmp_path, quiet)
-    recipe.run(dataclasses.replace(settings, **change), tmp_path, quiet)
+    recipe.run(settings, tmp_path, QUIET)
+    recipe.run(dataclasses.replace(settings, **change), tmp_path, QUIET)
     assert recipe.asked == [1, 4, 16] * 2
-
-
-def test_another_machine_measures_again(
-    settings: FusionSettings, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = Counting()
-    recipe.run(settings, tmp_path, quiet)
     monkeypatch.setattr("retime.recipes.core.machine.hardware", lambda: {"processor": "another"})
-    recipe.run(settings, tmp_path, quiet)
-    assert recipe.asked == [1, 4, 16] * 2
+    recipe.run(dataclasses.replace(settings, **change), tmp_path, QUIET)
+    assert recipe.asked == [1, 4, 16] * 3
 
 
-def test_a_recipe_that_has_moved_is_found_by_its_experiment_and_keeps_its_points(
-    settings: FusionSettings, tmp_path: Path, quiet: Console
-) -> None:
+def test_a_point_keeps_its_former_measurements(settings: FusionSettings, tmp_path: Path) -> None:
+    recipe = Counting()
+    first = recipe.run(dataclasses.replace(settings, batch_sizes=[1, 4]), tmp_path, QUIET)
+    again = dataclasses.replace(settings, rerun=True, batch_sizes=[4])
+    recipe.run(dataclasses.replace(again, rounds=3), tmp_path, QUIET)
+    recipe.run(dataclasses.replace(again, seed=1), tmp_path, QUIET)
+    recipe.run(again, tmp_path, QUIET)
+    result = load(tmp_path / "result.json")
+    one, four = result.points
+    assert (one.former, [old.settings["seed"] for old in four.former]) == ([], [0, 0, 1])
+    assert four.former[0] == first.points[1]
+    assert [[old.settings["rounds"] for old in each.points] for each in result.before()] == [[3], [7]], "newest first"
+    assert f"({four.finished[:10]}; before 20" in report.markdown(result, recipe)
+
+
+def test_how_a_gpu_was_is_a_fact(settings: FusionSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ["345 MHz, 1980 MHz, 31, 70 W", "1755 MHz, 1980 MHz, 63, 640 W"]
+    answers = iter(said)
+    monkeypatch.setattr(machine, "_printed", lambda *command: next(answers) if command[0] == "nvidia-smi" else "")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(machine, "hardware", dict)
+    result = Counting().run(dataclasses.replace(settings, batch_sizes=[4]), tmp_path, QUIET)
+    assert result.points[0].facts["GPUs before and after"] == said
+
+
+def test_a_recipe_that_has_moved_keeps_its_points(settings: FusionSettings, tmp_path: Path) -> None:
     recipe = Counting()
     moved = dataclasses.replace(settings, recipe="retime.recipes.fusion.gone.SavedTime")
-    result = recipe.run(moved, tmp_path, quiet)
+    result = recipe.run(moved, tmp_path, QUIET)
     assert type(recipe_of(result)) is SavedTime
-    recipe.run(settings, tmp_path, quiet)
+    recipe.run(settings, tmp_path, QUIET)
     assert recipe.asked == [1, 4, 16]
     with pytest.raises(ImportError, match="gone"):
         recipe_of(dataclasses.replace(result, name="mine"))
 
 
-def test_an_interrupted_run_continues(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
+def test_an_interrupted_run_continues(settings: FusionSettings, tmp_path: Path) -> None:
     recipe = Counting()
     recipe.fail_at = 16
     with pytest.raises(KeyboardInterrupt):
-        recipe.run(settings, tmp_path, quiet)
+        recipe.run(settings, tmp_path, QUIET)
     recipe.fail_at = None
-    recipe.run(settings, tmp_path, quiet)
+    recipe.run(settings, tmp_path, QUIET)
     assert recipe.asked == [1, 4, 16]
 
 
-def test_report_is_rebuilt_from_json_alone(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
+def test_report_is_rebuilt_from_json_alone(settings: FusionSettings, tmp_path: Path) -> None:
     folder = tmp_path / "optimizer-fusion" / "figure-4" / "cpu"
-    Counting().run(settings, folder, quiet)
+    Counting().run(settings, folder, QUIET)
     report.main([str(tmp_path)])
     made = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert sorted(made) == ["result.csv", "result.json", "result.md", "result.png"]
@@ -142,7 +154,7 @@ def test_report_is_rebuilt_from_json_alone(settings: FusionSettings, tmp_path: P
     assert {"hardware", "versions", "commit", "rows", "settings", "finished"} <= set(point)
 
 
-def test_report_of_a_figure_with_named_points(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
+def test_report_of_a_figure_with_named_points(settings: FusionSettings, tmp_path: Path) -> None:
     class Made(Optimizers):
         def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Any) -> Measured:
             return made_up()
@@ -150,7 +162,7 @@ def test_report_of_a_figure_with_named_points(settings: FusionSettings, tmp_path
     settings = dataclasses.replace(
         settings, recipe="retime.recipes.fusion.figures.Optimizers", optimizers={"SGD": {}, "Adam": {}}
     )
-    Made().run(settings, tmp_path, quiet)
+    Made().run(settings, tmp_path, QUIET)
     console = Console(record=True, width=160)
     report.rebuild(tmp_path, console)
     assert (tmp_path / "result.png").stat().st_size > 10_000
@@ -174,23 +186,23 @@ def test_other_layouts_and_empty_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_recording_from_a_changed_tree_is_refused_before_anything_is_measured(
-    settings: FusionSettings, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch
+    settings: FusionSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("retime.recipes.core.machine.commit", lambda: "abc+changes")
     recipe = Counting()
     with pytest.raises(ValueError, match="allow_dirty=true"):
-        recipe.run(dataclasses.replace(settings, record=True), tmp_path, quiet)
+        recipe.run(dataclasses.replace(settings, record=True), tmp_path, QUIET)
     assert (recipe.asked, list(tmp_path.iterdir())) == ([], [])
-    recipe.run(dataclasses.replace(settings, record=True, allow_dirty=True), tmp_path, quiet)
+    recipe.run(dataclasses.replace(settings, record=True, allow_dirty=True), tmp_path, QUIET)
     assert recipe.asked == [1, 4, 16]
     text = report.markdown(load(tmp_path / "result.json"), recipe)
     assert text.splitlines()[2].startswith("**Measured with changes that were not committed")
-    recipe.run(settings, tmp_path / "outputs", quiet)  # what is not recorded may come from any tree
+    recipe.run(settings, tmp_path / "outputs", QUIET)  # what is not recorded may come from any tree
     assert recipe.asked == [1, 4, 16] * 2
 
 
-def test_points_name_cores_as_pinned_and_the_load(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
-    Counting().run(dataclasses.replace(settings, hardware=Hardware("cpu", "cpu", 1)), tmp_path, quiet)
+def test_points_name_cores_as_pinned_and_the_load(settings: FusionSettings, tmp_path: Path) -> None:
+    Counting().run(dataclasses.replace(settings, hardware=Hardware("cpu", "cpu", 1)), tmp_path, QUIET)
     point = load(tmp_path / "result.json").points[0]
     assert (point.hardware["cores"], point.hardware["threads"]) == ("1", "1 threads")
     assert len(point.load) == 2

@@ -70,14 +70,7 @@ def test_hardware_chooses_sizes_and_the_command_line_wins() -> None:
 def test_folder_is_named_after_what_was_overridden() -> None:
     hardware = Hardware(name="cpu", device="cpu", cores=1)
     settings = FusionSettings(name="x", paper="optimizer-fusion", where="Figure 4", hardware=hardware)
-    overrides = [
-        "experiment=fusion_fig4",
-        "hardware=cpu",
-        "model.depth=3",
-        "batch_size=4",
-        "rerun=true",
-        "record=false",
-    ]
+    overrides = ["experiment=fusion_fig4", "hardware=cpu", "model.depth=3", "batch_size=4", "rerun=true", "minutes=9"]
     assert str(result_folder(settings, overrides, [])) == (
         "outputs/optimizer-fusion/figure-4/cpu/batch_size=4/model.depth=3"
     )

@@ -1,5 +1,6 @@
 """Titles of pictures say where and at which sizes was measured, as the points' settings have it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from matplotlib.figure import Figure
 
 from retime.foundations.measure import spread
 from retime.recipes.core import charts
-from retime.recipes.core.results import Point, Result, hardware_line, sizes, titled
+from retime.recipes.core.results import Point, Result, hardware_line, heading, sizes, titled
 
 
 def result(*settings: dict[str, object], simulated: bool = False, **at: list[str]) -> Result:
@@ -22,25 +23,21 @@ def test_sizes_are_those_of_images_networks_and_batches() -> None:
     one = {"model": {"_target_": "vgg", "width": 0.5, "image_size": 64}, "data": {"image_size": 64}, "batch_size": 32}
     assert sizes(result(one)) == "64 px, width 0.5, batch 32"
     assert sizes(result({"rounds": 3, "batch_size": None})) == ""
+    # a batch is the case's own, and none along its axis
+    assert sizes(result({"batch_size": 256, "case": {"batch_size": 16}})) == "batch 16"
+    assert sizes(result({"batch_size": 16}, B=["32"])) == ""
+    assert sizes(result({"batch_size": 16}, simulated=True)) == ""
 
 
 def test_sizes_of_some_points_name_them() -> None:
     narrow = {"case": {"model": {"width": 0.5, "layers": 2}, "batch_size": 8}}
     whole = {"case": {"model": {"layers": 2}, "batch_size": 32}}
-    assert (
-        sizes(result(narrow, whole, network=["VGG", "GRU"]))
-        == "width 0.5 (VGG), 2 layers, batch 8 (VGG), batch 32 (GRU)"
-    )
+    both = sizes(result(narrow, whole, network=["VGG", "GRU"]))
+    assert both == "width 0.5 (VGG), 2 layers, batch 8 (VGG), batch 32 (GRU)"
     many = [{"batch_size": number} for number in (4, 64, 16)]
     assert sizes(result(*many, case=["a", "b", "c"])) == "batch 4 to 64"
     crowd = [*({"width": 2, "layers": 1 + number % 2} for number in range(6)), {}]
     assert sizes(result(*crowd, case=list("abcdefg"))) == "width 2, 1 to 2 layers"
-
-
-def test_a_batch_is_the_cases_own_and_none_along_its_axis() -> None:
-    assert sizes(result({"batch_size": 256, "case": {"batch_size": 16}})) == "batch 16"
-    assert sizes(result({"batch_size": 16}, B=["32"])) == ""
-    assert sizes(result({"batch_size": 16}, simulated=True)) == ""
 
 
 def test_a_title_has_machine_and_sizes_below_it() -> None:
@@ -48,6 +45,10 @@ def test_a_title_has_machine_and_sizes_below_it() -> None:
     assert titled(result(pinned)) == "A title\nA, 1 core; batch 4"
     assert titled(result({}), "2 hosts") == "A title, 2 hosts\nA, 2 cores"
     assert hardware_line(result({}, simulated=True)) == "simulated"
+    for where in ("Figure 1", "Figure 1, simulated"):
+        one = replace(result({}, simulated=True), where=where, title="Time of a step, simulated")
+        for text in (heading(one), titled(one), titled(one, "2 GPUs")):
+            assert text.count("simulated") == 1, text
 
 
 def test_a_whisker_is_that_of_the_whole() -> None:

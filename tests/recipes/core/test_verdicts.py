@@ -32,20 +32,20 @@ RATIO = Reading(ratio=["slow", "fast"])
 WITHIN = claim(Check(within=0.25), read=RATIO)  # 1.15 to 1.25
 
 
-def test_it_holds_if_all_quartiles_lie_within() -> None:
-    assert verdict(WITHIN, result(1.16, 1.2, 1.24)) is Verdict.HOLDS
-    assert verdict(WITHIN, result(1.15)) is Verdict.HOLDS  # the bound itself is within
-
-
-def test_it_does_not_hold_if_all_lie_on_one_side() -> None:
-    assert verdict(WITHIN, result(1.0, 1.1, 1.12)) is Verdict.FAILS
-    assert verdict(WITHIN, result(1.3, 1.4)) is Verdict.FAILS  # more than the paper's is not the paper's either
-
-
-def test_it_is_undecided_if_quartiles_straddle_a_bound() -> None:
-    assert verdict(WITHIN, result(1.1, 1.2, 1.2, 1.2, 1.2)) is Verdict.HOLDS  # a tail alone does not straddle
-    assert verdict(WITHIN, result(1.1, 1.1, 1.2, 1.2)) is Verdict.UNDECIDED
-    assert verdict(WITHIN, result(1.0, 1.0, 1.4, 1.4)) is Verdict.UNDECIDED
+@pytest.mark.parametrize(
+    ("rounds", "said"),
+    [
+        ((1.16, 1.2, 1.24), Verdict.HOLDS),
+        ((1.15,), Verdict.HOLDS),  # the bound itself is within
+        ((1.1, 1.2, 1.2, 1.2, 1.2), Verdict.HOLDS),  # a tail alone does not straddle
+        ((1.0, 1.1, 1.12), Verdict.FAILS),
+        ((1.3, 1.4), Verdict.FAILS),  # more than the paper's is not the paper's either
+        ((1.1, 1.1, 1.2, 1.2), Verdict.UNDECIDED),
+        ((1.0, 1.0, 1.4, 1.4), Verdict.UNDECIDED),
+    ],
+)
+def test_quartiles_decide(rounds: tuple[float, ...], said: Verdict) -> None:
+    assert verdict(WITHIN, result(*rounds)) is said
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,6 @@ def test_it_holds_in_simulation_if_nothing_was_measured(made: Result, kind: str)
     sleeping = claim(Check(within=0.25), read=RATIO, kind="emulated")
     assert verdict(sleeping, result(1.2)) is Verdict.IN_SIMULATION
     assert verdict(claim(Check(within=0.25), read=RATIO, kind="counted"), made) is Verdict.HOLDS
-
-
-def test_simulation_does_not_soften_a_miss() -> None:
     assert verdict(WITHIN, result(1.5, simulated=True)) is Verdict.FAILS
 
 
@@ -76,22 +73,17 @@ def test_what_stands_in_for_a_claim_never_confirms_it() -> None:
 
 
 def test_rows_beside_a_claim_are_not_counted() -> None:
-    both = [
-        judge(PAPER, claim(Check(at_least=1), read=RATIO, beside=beside), result(1.2), []) for beside in (False, True)
-    ]
+    claims = [claim(Check(at_least=1), read=RATIO, beside=beside) for beside in (False, True)]
+    both = [judge(PAPER, one, result(1.2), []) for one in claims]
     assert [judged.verdict for judged in both] == [Verdict.HOLDS, Verdict.HOLDS]
     assert counted(both)[Verdict.HOLDS] == 1
 
 
 def test_what_was_not_measured_is_said() -> None:
     assert verdict(WITHIN, None) is Verdict.NOT_MEASURED
-    assert (
-        verdict(claim(Check(within=0.25), read=Reading(ratio=["slow", "other"])), result(1.2)) is Verdict.NOT_MEASURED
-    )
-    of_recipe = claim(Check(within=0.25))
-    assert verdict(of_recipe, result(1.2), Comparison(Claim("a-paper", "Figure 1", "x", 1.2, "speed"))) is (
-        Verdict.NOT_MEASURED
-    )
+    other, of_recipe = claim(WITHIN.check, read=Reading(ratio=["slow", "other"])), claim(WITHIN.check)
+    without = Comparison(Claim("a-paper", "Figure 1", "x", 1.2, "speed"))
+    assert verdict(other, result(1.2)) is verdict(of_recipe, result(1.2), without) is Verdict.NOT_MEASURED
 
 
 def test_claims_without_a_result_say_why() -> None:
@@ -105,9 +97,7 @@ def test_one_value_that_fails_is_enough() -> None:
     both = result(1.2)
     both.add(Point({"case": 2}, {}, [Row("slow", "step", "ms", [1.0]), Row("fast", "step", "ms", [1.0])]))
     assert verdict(WITHIN, both) is Verdict.FAILS
-    assert (
-        verdict(claim(Check(within=0.25), read=Reading(ratio=["slow", "fast"], at={"case": 2})), both) is Verdict.FAILS
-    )
+    assert verdict(claim(WITHIN.check, read=Reading(ratio=RATIO.ratio, at={"case": 2})), both) is Verdict.FAILS
     assert verdict(claim(Check(at_least=1), read=RATIO), both) is Verdict.HOLDS
 
 
@@ -124,9 +114,6 @@ def test_one_value_that_fails_is_enough() -> None:
 )
 def test_bounds(check: Check, published: float | None, unit: str, bounds: tuple[float, float]) -> None:
     assert accepted(check, published, unit) == pytest.approx(bounds)
-
-
-def test_within_needs_a_value() -> None:
     with pytest.raises(ValueError, match="needs a value"):
         accepted(Check(within=0.25), None, "x")
 

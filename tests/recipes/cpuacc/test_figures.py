@@ -29,17 +29,10 @@ from retime.recipes.cpuacc.targets import STEP, claim, target
 from retime.recipes.cpuacc.worker import ALONE
 from support.recipes import assert_draws, settings_for
 
-SMALL = [
-    "experiment=cpuacc_fig3",
-    "~cases.AlexNet",
-    "~cases.GoogLeNet",
-    "rank_counts=[2]",
-    "rounds=1",
-    "warmup_rounds=0",
-    "steps=1",
-    "cases.VGG-16.batch_size=2",
-    "cases.VGG-16.model.width=0.03125",
-]
+SMALL = (
+    *("experiment=cpuacc_fig3", "~cases.AlexNet", "~cases.GoogLeNet", "rank_counts=[2]", "rounds=1"),
+    *("warmup_rounds=0", "steps=1", "cases.VGG-16.batch_size=2", "cases.VGG-16.model.width=0.03125"),
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
@@ -62,17 +55,10 @@ def test_it_measures_and_draws(tmp_path: Path) -> None:
     assert_draws(recipe, result, tmp_path)
 
 
-TRAINING = [
-    "experiment=cpuacc_training",
-    "rank_counts=[2,4]",
-    "rounds=1",
-    "steps=3",
-    "check_every=1",
-    "accuracy=0.0",
-    "cases.AlexNet.batch_size=2",
-    "cases.AlexNet.model.width=0.03125",
-    "cases.AlexNet.held_out_size=8",
-]
+TRAINING = (
+    *("experiment=cpuacc_training", "rank_counts=[2,4]", "rounds=1", "steps=3", "check_every=1", "accuracy=0.0"),
+    *("cases.AlexNet.batch_size=2", "cases.AlexNet.model.width=0.03125", "cases.AlexNet.held_out_size=8"),
+)
 
 
 @pytest.fixture

@@ -12,16 +12,10 @@ from retime.recipes.cpuacc.layer_table import ALL, ALONE, LayerTable, exposure, 
 from retime.recipes.cpuacc.worker import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE, WAIT, of_pass
 from support.recipes import assert_draws, settings_for
 
-SMALL = [
-    "experiment=cpuacc_table4",
-    "rank_counts=[2]",
-    "rounds=2",
-    "warmup_rounds=0",
-    "cases.AlexNet.batch_size=2",
-    "cases.AlexNet.model.width=0.03125",
-    "cases.AlexNet.model.image_size=64",
-    "cases.AlexNet.data.image_size=64",
-]
+SMALL = (
+    *("experiment=cpuacc_table4", "rank_counts=[2]", "rounds=2", "warmup_rounds=0", "cases.AlexNet.batch_size=2"),
+    *("cases.AlexNet.model.width=0.03125", "cases.AlexNet.model.image_size=64", "cases.AlexNet.data.image_size=64"),
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
@@ -59,12 +53,9 @@ def test_sums_belong_to_layers_in_the_order_of_the_backward_pass() -> None:
     assert (found[BRING], found[ADD], found[TAKE], found[WAIT]) == ([1, 2, 1], [2, 4, 2], [3, 6, 3], [4, 8, 4])
 
 
-def test_a_bucket_of_two_layers_is_refused() -> None:
+def test_a_bucket_of_two_layers_and_sums_through_gloo_are_refused() -> None:
     with pytest.raises(ValueError, match="two layers"):
         of_pass(0.0, [_sum(20, 1.0, 1.0, 2.0)], [8, 12])
-
-
-def test_sums_through_gloo_are_refused() -> None:
     with pytest.raises(ValueError, match="gloo"):
         of_pass(0.0, [TimedSum(8, 1.0, 1.0, 2.0, None)], [8])
 

@@ -12,13 +12,7 @@ from retime.recipes.cpuacc.memory import GROWN, STATE, STEP, ZERO, Memory, Updat
 from retime.recipes.cpuacc.targets import claim, target
 from support.recipes import assert_draws, settings_for
 
-SMALL = [
-    "experiment=cpuacc_memory",
-    "rounds=1",
-    "steps=2",
-    "batch_sizes=[1,2]",
-    "cases.VGG-16.model.width=0.03125",
-]
+SMALL = (*("experiment=cpuacc_memory", "rounds=1", "steps=2", "batch_sizes=[1,2]", "cases.VGG-16.model.width=0.03125"),)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")

@@ -1,4 +1,4 @@
-"""The naive way: the mean of all ranks' gradients at rank 0, whose weights all ranks get."""
+"""What torch alone adds up: the naive way, at rank 0, whose weights all ranks get, and in the order of the ranks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from retime.recipes.cpuacc.naive import RootUpdate
+from retime.recipes.cpuacc.naive import RootUpdate, rank_ordered
 
 
 def of(layer: nn.Module) -> RootUpdate:
@@ -47,3 +47,20 @@ def test_parameters_are_parts_of_what_is_broadcast(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "broadcast", lambda values, source: values.fill_(source + 7.0))
     root.broadcast_weights()
     assert all(bool((parameter == 7).all()) for parameter in layer.parameters())
+
+
+def test_gradients_are_divided_and_added_one_rank_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With these values another order gives other sums."""
+    values = [torch.tensor([value]) for value in (1.0, 1e8, -1e8, 2.0)]
+
+    def gathered(into: list[Tensor], mine: Tensor) -> None:
+        assert mine.item() == 0.25
+        for one, other in zip(into, values, strict=True):
+            one.copy_(other / 4)
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "all_gather", gathered)
+    buffer = values[0].clone()
+    bucket: Any = SimpleNamespace(buffer=lambda: buffer)
+    assert rank_ordered(None, bucket).wait() is buffer
+    assert buffer.item() == 0.5

@@ -1,28 +1,34 @@
-"""`cpuacc_targets` in small: sums and fits on two ranks, what they are held against, and the picture."""
+"""`cpuacc_targets` in small: sums and fits on two ranks, what they are held against, and the picture.
+
+And the form for GPUs that it shares with other recipes: one rank on a simulated device, and where ranks are placed.
+"""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from rich.console import Console
 
+from retime.recipes.core.build import build_model
+from retime.recipes.core.schema import Hardware
+from retime.recipes.cpuacc import targets, worker
+from retime.recipes.cpuacc.naive import NAIVE, RANK_ORDERED
+from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import STEP, SUM, Targets, target
 from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES
 from support.recipes import assert_draws, settings_for
+from support.simulated_cuda import ORDERS, simulated_cuda
 
-SMALL = [
-    "experiment=cpuacc_targets",
-    "rank_counts=[2]",
-    "sizes_mb=[1]",
-    "rounds=1",
-    "warmup_rounds=0",
-    "steps=1",
-    "repeats=3",
-    "cases.VGG-like.batch_size=2",
-    "cases.VGG-like.model.width=0.03125",
+SMALL = (
+    *("experiment=cpuacc_targets", "rank_counts=[2]", "sizes_mb=[1]", "rounds=1", "warmup_rounds=0", "steps=1"),
+    *("repeats=3", "cases.VGG-like.batch_size=2", "cases.VGG-like.model.width=0.03125"),
     "cases.VGG-like.model.hidden=512",
-]
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
@@ -33,7 +39,7 @@ def test_it_measures_and_reports(tmp_path: Path) -> None:
     recipe = Targets()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     sums, fit = result.points
-    assert sums.variants(SUM) == [HOST, GLOO, PIECES, COPY]
+    assert sums.variants(SUM) == [HOST, GLOO, GLOO + PIECES, COPY]
     assert sums.facts["same bits"] is True
     assert sums.facts["how"] == "2 ranks in shared memory"
     assert fit.variants(STEP) == [*settings.variants, ALONE]
@@ -42,3 +48,56 @@ def test_it_measures_and_reports(tmp_path: Path) -> None:
     assert wanted == [target(name) for name in ("over-gloo", "of-copy", "same", "in-fit", "out-of-order")]
     assert any("exposed communication" in note for note in recipe.notes(result))
     assert_draws(recipe, result, tmp_path)
+
+
+CPU: dict[str, Any] = {"hardware": {"device": "cpu"}, "backend": "gloo", "seed": 0, "batch_size": 2}
+DATA = {"_target_": "retime.recipes.data.synthetic_vectors", "features": 8, "classes": 8}
+MODEL = {"_target_": "retime.recipes.models.mlp", "depth": 2, "width": 8}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("order", ORDERS)
+def test_sums_are_timed_when_the_device_is_done(order: str) -> None:
+    with simulated_cuda(order) as device:
+        answer = worker.sums({**CPU, "mib": 1, "steps": 1, "rounds": 1, "repeats": 2})
+    assert list(answer["ms"]) == [HOST, GLOO, GLOO + PIECES, COPY]
+    assert answer["same"] is True
+    assert device.faults == []
+    assert (device.deferred > 0) == (order != "eager")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fits_on_a_device_end_with_the_same_weights() -> None:
+    variants = settings_for("experiment=cpuacc_fig3").variants
+    few = {name: variants[name] for name in ("ddp, 25 MiB", NAIVE)} | {"in order": RANK_ORDERED}
+    with simulated_cuda("late") as device:
+        batches = worker._batches({**CPU, "data": DATA}, 3)
+        model = build_model(MODEL, torch.device("cpu"), 0)
+        optimizer = {"_target_": "torch.optim.SGD", "lr": 0.1}
+        done = {name: worker._fit(model, batches, optimizer, strategy) for name, strategy in {**few, "": None}.items()}
+    assert len({one.weights for one in done.values()}) == 1
+    assert all(len(one.step_ms) == 2 for one in done.values())
+    assert device.faults == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "by"),
+    [(4, "cuda", "nccl, a GPU each"), (1, "cuda", "gloo, on GPUs that they share"), (4, "cpu", "gloo")],
+)
+def test_ranks_have_a_gpu_each_or_share_them(gpus: int, device: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(targets, "run_ranks", lambda network, server, request, **more: [request])
+    settings = AccumulationSettings(hardware=Hardware("x", device, None))
+    (request,) = targets.ask(settings, {"ranks": 4}, lambda text: None, "sums", mib=1)
+    assert (request["backend"], request["mib"]) == (by.partition(",")[0], 1)
+    assert targets.machine(settings, 4)["ranks joined by"] == by
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    assert str(worker._device(request)) == ("cpu" if device == "cpu" else f"cuda:{3 % gpus}")

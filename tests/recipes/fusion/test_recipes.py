@@ -99,7 +99,7 @@ def test_gradients_alive_are_counted_by_storage(variant: str, layers_alive: int)
     # a hook per parameter frees the weight's gradient before or after the bias's arrives: at most one layer
     assert watch.peak <= layers_alive * LAYER_BYTES
     assert watch.peak > (layers_alive - 1) * LAYER_BYTES
-    watch.restart()
+    watch.peak = 0
     watch.remove()
     loop.step()
     assert watch.peak == 0
