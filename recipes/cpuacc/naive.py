@@ -35,7 +35,7 @@ class RootUpdate:
         self._received: Tensor | None = None
         parameters = list(model.parameters())
         sizes = [-(-parameter.numel() // _LINE) * _LINE for parameter in parameters]
-        self._weights = torch.zeros(sum(sizes))
+        self._weights = torch.zeros(sum(sizes), device=parameters[0].device)
         parts = self._weights.split(sizes)  # type: ignore[no-untyped-call]
         for parameter, part in zip(parameters, parts, strict=True):
             part = part[: parameter.numel()].view_as(parameter)
