@@ -11,7 +11,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -209,7 +209,7 @@ without."""
 class OneBudget(SimulatedK40):
     """Figures 10 and 11: time of a batch and bytes moved in 12 GB."""
 
-    _ways = {  # noqa: RUF012
+    _ways: ClassVar[dict[str, Callable[..., BatchPlan]]] = {
         **_OURS,
         VDNN_ALL: plan_vdnn,
         VDNN_CONV: partial(plan_vdnn, layers="conv"),
@@ -272,7 +272,7 @@ class ManyBudgets(SimulatedK40):
     """Figure 12: time of a batch over budgets; `budgets` are in GB."""
 
     axes = ("budgets",)
-    _ways = {  # noqa: RUF012
+    _ways: ClassVar[dict[str, Callable[..., BatchPlan]]] = {
         **_OURS,
         VDNN_PLUS_ALL: partial(plan_vdnn, sub_batching=True),
         VDNN_PLUS_CONV: partial(plan_vdnn, layers="conv", sub_batching=True),
