@@ -2,7 +2,7 @@
 
 The first request to :class:`Server` is `plan`: what the step needs without a limit, and the floor, which is all; or
 `train`, with a budget in bytes, "floor" or none, with a `rule` of vDNN, or with what a `peer` does by hand. Then each
-`block` trains some steps, and `end` tells what the process held and moved and writes the weights. `serve` answers for a
+`block` trains some steps, and `end` tells what the process held and moved and writes the weights. `refuse` is for a
 budget below the floor: what the refusal says, whether that is so, and what had happened until then.
 """
 
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from retime.foundations.cpu_pool import FreedMemory, give_back_freed_memory, trim_heap
 from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.foundations.parts import balanced_parts, batch_statistics_layers
-from retime.foundations.workers import Answer
+from retime.foundations.streams import has_streams
 from retime.mechanisms.memory_budget import (
     BudgetedStep,
     PlanChoice,
@@ -38,7 +38,7 @@ from retime.mechanisms.memory_budget import (
     parse_host,
     search_plan,
 )
-from retime.recipes.core.build import build_model, build_optimizer, loss_of
+from retime.recipes.core.build import CPU, build_model, build_optimizer, loss_of
 from retime.recipes.models import parameter_count
 from retime.recipes.modnn.vdnn import Vdnn, VdnnPlus
 from retime.schedules.budget import BudgetError
@@ -51,11 +51,6 @@ _COUNTS = (2, 4, 8, 16, 32)
 def part_sizes(samples: int) -> set[int]:
     """Samples at once, of a batch of so many in 2 to 32 equal parts."""
     return {samples // count for count in _COUNTS if samples >= count}
-
-
-def prepared(model: nn.Module, peer: str | None) -> nn.Module:
-    """The model with its blocks checkpointed, if that is the peer."""
-    return checkpointed(model) if peer == CHECKPOINT else model
 
 
 def saving(peer: str | None) -> AbstractContextManager[object]:
@@ -105,7 +100,8 @@ class Training:
         self.batch, self.samples = batch, len(batch[0])
         self.device = batch[0].device
         self._peer = request.get("peer")
-        self.model = prepared(build_model(request["model"], self.device, request["seed"]), self._peer)
+        model = build_model(request["model"], self.device, request["seed"])
+        self.model = checkpointed(model) if self._peer == CHECKPOINT else model
         self.optimizer = build_optimizer(request["optimizer"], self.model.parameters(), {})
         self._host, self._sub_batches = request["host"], request.get("sub_batches", True)
         self.inside: BudgetedStep | None = None
@@ -217,16 +213,15 @@ class Server:
 
     def train(self, request: dict[str, Any]) -> dict[str, Any]:
         """Plan inside the budget; return it, the seconds of planning and the size of sub-batches."""
-        budget = request["budget_bytes"]
-        cuda = request["device"] != "cpu"
-        if request["give_back"] and not cuda:
+        budget, device = request["budget_bytes"], torch.device(request["device"])
+        limit = None if has_streams(device) else request["limit"]  # no kernel limits a device's memory
+        if request["give_back"] and limit is not None:
             give_back_freed_memory()
         plans = self._rehearse(request)
         gc.collect()
         trim_heap()
-        self._base, data_bytes = torch.cuda.memory_allocated() if cuda else resident_bytes(), status_bytes("VmData")
-        self._probe = MemoryProbe(request["device"])
-        limit = None if cuda else request["limit"]  # a CUDA device's allocator has no such limit
+        self._base, data_bytes = resident_bytes(device), status_bytes("VmData")
+        self._probe = MemoryProbe(device)
         if limit == "planning":
             plans = None
             _limit_data(data_bytes + budget + request["headroom_bytes"])
@@ -236,6 +231,7 @@ class Server:
         planning_s = time.perf_counter() - started if plans is None else self._planning_s
         gc.collect()
         trim_heap()
+        torch.cuda.empty_cache()
         if budget is not None and limit == "training":
             _limit_data(data_bytes + budget + request["headroom_bytes"])
         self._probe.start()
@@ -282,16 +278,21 @@ class Server:
         return budget
 
     def block(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the milliseconds of so many steps."""
+        """Return the milliseconds of so many steps.
+
+        A device's memory goes back after each turn, for those of other processes: a step that does not count takes it.
+        """
         assert self._training is not None
+        streamed = has_streams(self._training.device)
         times = []
-        for _ in range(request["steps"]):
+        for _ in range(request["steps"] + streamed):
             started = time.perf_counter()
             self._training.step()
-            if self._training.device.type == "cuda":
+            if streamed:
                 torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - started))
-        return {"ms": times}
+        torch.cuda.empty_cache()
+        return {"ms": times[streamed:]}
 
     def end(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write the weights; return what the process held and moved."""
@@ -325,6 +326,29 @@ class Server:
         torch.save([parameter.detach().cpu() for parameter in training.model.parameters()], request["weights"])
         return answer
 
+    def refuse(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Ask for a budget of `share` of the floor, then for the floor that the refusal names."""
+        training = Training(request, _batch(request))
+        floor = training.floor_bytes()
+        before = [parameter.detach().clone() for parameter in training.model.parameters()]
+        training.inside = training.budgeted(int(request["share"] * floor))
+        steps, message = 0, ""
+        try:
+            training.step()
+            steps += 1
+        except BudgetError as error:
+            message = str(error)
+        training.close()
+        unchanged = all(torch.equal(*pair) for pair in zip(before, training.model.parameters(), strict=True))
+        said, at_floor = check(message, training)
+        return {
+            "steps before": steps,
+            "weights unchanged": unchanged,
+            "said": said,
+            "message": message,
+            "at the floor it names": at_floor,
+        }
+
 
 def _batch(request: dict[str, Any]) -> Batch:
     batch: Batch = torch.load(request["batch"], map_location=request["device"])
@@ -350,8 +374,10 @@ def _limit_data(limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
 
 
-def resident_bytes() -> int:
-    """What this process holds of the machine's memory."""
+def resident_bytes(device: torch.device = CPU) -> int:
+    """What this process holds of the machine's memory, or of a CUDA device's."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -361,35 +387,6 @@ _MESSAGE = re.compile(
     r"(?: at task '(?P<task>\w+)[^']*' of layer '(?P<layer>[^']*)')?\. (?P<hint>.*?) For batch size finders"
 )
 _HINT = re.compile(r"\b(would help|choose)\b")
-
-
-def serve() -> Answer:
-    """For :class:`Worker`: asks for a budget of `share` of the floor, then for the floor that the refusal names."""
-    torch.set_num_threads(1)
-    return _refuse
-
-
-def _refuse(request: dict[str, Any]) -> dict[str, Any]:
-    training = Training(request, torch.load(request["batch"], map_location=request["device"]))
-    floor = training.floor_bytes()
-    before = [parameter.detach().clone() for parameter in training.model.parameters()]
-    training.inside = training.budgeted(int(request["share"] * floor))
-    steps, message = 0, ""
-    try:
-        training.step()
-        steps += 1
-    except BudgetError as error:
-        message = str(error)
-    training.close()
-    unchanged = all(torch.equal(*pair) for pair in zip(before, training.model.parameters(), strict=True))
-    said, at_floor = check(message, training)
-    return {
-        "steps before": steps,
-        "weights unchanged": unchanged,
-        "said": said,
-        "message": message,
-        "at the floor it names": at_floor,
-    }
 
 
 def check(message: str, training: Training) -> tuple[dict[str, bool], str]:

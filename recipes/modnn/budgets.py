@@ -21,6 +21,7 @@ from retime.recipes.modnn.side_by_side import (
     FLOOR,
     IN_SUB_BATCHES,
     MEASURED,
+    MEMORY,
     MOVED,
     POOL,
     POOLED,
@@ -87,11 +88,7 @@ class Budgets(NetworkRecipe):
 
     def notes(self, result: Result) -> list[str]:
         lines = [
-            "Peaks are the process's peak resident size above the same process before it built the model, while it "
-            "trains; so is the budget to which RLIMIT_DATA holds the process, enforced by the kernel from the first "
-            "step on, with headroom_mb beside. Each process has planned and trained without a limit before, and once "
-            "more under the same plan, which it then follows. The ideal peak is predicted: tensors and what operations "
-            "need for themselves, and what stays free beside that.",
+            MEMORY,
             POOL,
             REVERSED,
             "vDNN+ is vDNN's rule executed for real, each storage back one ahead of its use, in the largest parts of "
@@ -130,23 +127,21 @@ class Budgets(NetworkRecipe):
             pooled = slowdown(point, POOLED)
             if pooled is not None:
                 panels[0].plot([100], [pooled.median], "*", markersize=11, color=colour, label=f"{network}, {POOLED}")
-            for rule in point.settings.get("rules", []):
+            for rule, marker in (("all", ":x"), ("conv", ":+")):
                 theirs = [slowdown(point, VDNN_PLUS.format(rule, name)) for name in names]
-                known = [(place, value) for place, value in zip(shares, theirs, strict=True) if value is not None]
-                places, medians = [place for place, _ in known], [value.median for _, value in known]
+                known = {place: value.median for place, value in zip(shares, theirs, strict=True) if value is not None}
                 if known:
-                    marker = ":x" if rule == "all" else ":+"
-                    panels[0].plot(places, medians, marker, color=colour, label=f"{network}, vDNN+ ({rule})")
+                    text = f"{network}, vDNN+ ({rule})"
+                    panels[0].plot([*known], [*known.values()], marker, color=colour, label=text)
             for start, marker, text in ((IN_SUB_BATCHES, "--v", "in parts by hand"), (BY_HAND, "P", "others by hand")):
                 done = [name for name in point.variants(STEP) if name.startswith(start.format(""))]
                 held = [100 * point.values(name, MEASURED)[0] / point.facts["ideal peak MiB"] for name in done]
                 medians = [value.median for name in done if (value := slowdown(point, name))]
                 if done:
                     panels[0].plot(held, medians, marker, color=colour, alpha=0.6, label=f"{network}, {text}")
-            ratios = [point.values(n, MEASURED)[0] / point.values(n, BUDGET)[0] for n in names]
-            panels[1].plot(shares, ratios, "o-", color=charts.COLOURS[index], label=f"{network}, measured")
-            ratios = [point.values(n, PREDICTED)[0] / point.values(n, BUDGET)[0] for n in names]
-            panels[1].plot(shares, ratios, "x--", color=charts.COLOURS[index], label=f"{network}, predicted")
+            for quantity, marker in ((MEASURED, "o-"), (PREDICTED, "x--")):
+                ratios = [point.values(name, quantity)[0] / point.values(name, BUDGET)[0] for name in names]
+                panels[1].plot(shares, ratios, marker, color=colour, label=f"{network}, {quantity.split()[0]}")
         for axes in panels:
             axes.set_xscale("log")
             axes.invert_xaxis()

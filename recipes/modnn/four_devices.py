@@ -17,9 +17,9 @@ from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.modnn.floor import GB
 from retime.recipes.modnn.settings import MemorySettings, claim
-from retime.recipes.modnn.simulated import ALL_THERE_IS, BATCH, IDEAL, SimulatedK40, ideal_time_ms, modnn
+from retime.recipes.modnn.simulated import ALL_THERE_IS, BATCH, IDEAL, SimulatedK40, ideal_time_ms
 from retime.schedules.budget import BlockKind, BudgetError, Phase, TaskGraph
-from retime.schedules.modnn import COMPUTE, Direction, OffloadSchedule, Techniques, offload_schedule
+from retime.schedules.modnn import COMPUTE, Direction, OffloadSchedule, Techniques, offload_schedule, plan_batch
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,21 @@ class Host:
 def gradients(graph: TaskGraph, schedule: OffloadSchedule) -> list[Gradient]:
     """The weight gradients of a round, by the time at which they are complete."""
     ends = {span.name: span.start_ms + span.duration_ms for span in schedule.spans if span.lane == COMPUTE}
-    steps = [task for task in graph.tasks if task.phase is not Phase.UPDATE]
     ready: dict[str, float] = {}
+    layers: dict[str, str] = {}
     used: dict[str, float] = {}
-    made_by: dict[str, set[str]] = {}
-    for task in steps:
+    for task in graph.tasks:
+        if task.phase is Phase.UPDATE:
+            continue
         for name in task.writes:
             if graph.blocks[name].kind is BlockKind.WEIGHT_GRADIENT:
-                ready[name] = ends[task.name]
-                made_by.setdefault(task.layer, set()).add(name)
+                ready[name], layers[name] = ends[task.name], task.layer
         for name in task.reads:
             if graph.blocks[name].kind is BlockKind.WEIGHT:
                 used[task.layer] = ends[task.name]
-    free = {name: used.get(layer, ready[name]) for layer, names in made_by.items() for name in names}
     found = [
-        Gradient(ready[name], max(ready[name], free[name]), graph.blocks[name].size_bytes(schedule.samples))
-        for name in ready
+        Gradient(at_ms, max(at_ms, used.get(layers[name], at_ms)), graph.blocks[name].size_bytes(schedule.samples))
+        for name, at_ms in ready.items()
     ]
     return sorted(found, key=lambda gradient: gradient.ready_ms)
 
@@ -81,7 +80,8 @@ def overlapped_ms(found: list[Gradient], schedule: OffloadSchedule, host: Host) 
     for gradient in found:
         bus_ms = host.devices * gradient.bytes / host.bus_bytes_per_ms
         arrived_ms = out.after(gradient.ready_ms, bus_ms)
-        summed_ms = max(summed_ms, arrived_ms) + summing_ms(gradient.bytes, host)
+        # the host reads a gradient of every device and the weights, and writes the weights
+        summed_ms = max(summed_ms, arrived_ms) + (host.devices + 2) * gradient.bytes / host.sum_bytes_per_ms
         finished_ms = max(finished_ms, back.after(max(summed_ms, gradient.free_ms), bus_ms))
     return max(backward_ms(schedule), finished_ms)
 
@@ -92,11 +92,6 @@ def naive_ms(found: list[Gradient], host: Host, device_bytes_per_ms: float) -> f
     others = host.devices - 1
     adding = 3 * others * total / device_bytes_per_ms  # two reads and a write
     return 2 * others * total / host.bus_bytes_per_ms + adding
-
-
-def summing_ms(nbytes: int, host: Host) -> float:
-    """The host reads a gradient of every device and the weights, and writes the weights."""
-    return (host.devices + 2) * nbytes / host.sum_bytes_per_ms
 
 
 def backward_ms(schedule: OffloadSchedule) -> float:
@@ -161,9 +156,8 @@ class FourDevices(SimulatedK40):
         memory = settings.memory_bytes_per_s * settings.memory_efficiency / 1e3
         budget = int(at["budget_gb"] * GB)
         whole = offload_schedule(graph, share, ALL_THERE_IS, bus, Techniques("fastest"))
-        sum_rate = settings.sum_bytes_per_s / 1e3
-        faster = {1: 1.0, ALL_CORES: settings.cores_speedup}
-        hosts = {cores: Host(settings.devices, bus, sum_rate * faster[cores]) for cores in settings.cores}
+        rates = {1: settings.sum_bytes_per_s / 1e3, ALL_CORES: settings.cores_speedup * settings.sum_bytes_per_s / 1e3}
+        hosts = {cores: Host(settings.devices, bus, rates[cores]) for cores in settings.cores}
         naive = naive_ms(gradients(graph, whole), hosts[settings.cores[0]], memory)
         rows = [
             Row(IDEAL, BATCH, "ms", [ideal_time_ms(graph, batch, bus)]),
@@ -172,8 +166,8 @@ class FourDevices(SimulatedK40):
         facts: dict[str, Any] = {"batch size": batch, "gradients summed naively ms": round(naive, 2)}
         try:
             # offloads of all devices share the bus
-            plan = modnn(graph, share, budget, bus / settings.devices)
-            alone = modnn(graph, batch, budget * settings.devices, bus)
+            plan = plan_batch(graph, share, budget, bus / settings.devices)
+            alone = plan_batch(graph, batch, budget * settings.devices, bus)
         except BudgetError as refusal:
             facts["does not fit"] = str(refusal)
             return Measured(rows, facts)
@@ -212,6 +206,9 @@ class FourDevices(SimulatedK40):
         if not result.points:
             return []
         given = result.points[0].settings
+        compared = self.compare(result)
+        away = [100 * (line.measured.median / line.against.value - 1) for line in compared if line.measured is not None]
+        distance = f"{min(away, default=0):+.0f} to {max(away, default=0):+.0f} %"
         lines = [
             *super().notes(result),
             f"{given['devices']} devices share one bus of {given['transfer_bytes_per_s'] / 1e9:g} GB/s in each "
@@ -219,7 +216,7 @@ class FourDevices(SimulatedK40):
             "back. Overlapped: each gradient of the last sub-batch leaves as soon as it is there, the host sums and "
             f"updates with {given['sum_bytes_per_s'] / 1e9:g} GB/s of memory traffic a core (assumed), and the weights "
             f"go back; all cores together are {given['cores_speedup']:g} times as fast (section 7.5: 2 to 3 times).",
-            *_against_the_paper(self.compare(result)),
+            *([f"Speeds are {distance} away from the paper's, averages of networks each."] if away else []),
             "What is not simulated: the paper's machine has two processors with a bus each and traffic between them, "
             "which it does not describe; its kernels lose more at a quarter of the batch than a roofline does; and the "
             "launches of copies (2 M a layer) cost nothing here. Large gradients, as of VGG and FCN, cost the naive "
@@ -251,11 +248,3 @@ class FourDevices(SimulatedK40):
         panels[0].set_ylim(0, panels[0].get_ylim()[1] * 1.35)
         panels[0].legend(fontsize=8, loc="upper left", ncols=2)
         charts.save(drawing, path)
-
-
-def _against_the_paper(lines: list[Comparison]) -> list[str]:
-    """How far simulated speeds are from published ones."""
-    away = [100 * (line.measured.median / line.against.value - 1) for line in lines if line.measured is not None]
-    if not away:
-        return []
-    return [f"Speeds are {min(away):+.0f} to {max(away):+.0f} % away from the paper's, averages of networks each."]

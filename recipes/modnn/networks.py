@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,14 +107,13 @@ def operation_of(task: GraphTask) -> str:
     return task.name.split(" ")[1].split(".")[0]
 
 
-def in_place(graph: TaskGraph, operations: Iterable[str] = _IN_PLACE) -> TaskGraph:
+def in_place(graph: TaskGraph) -> TaskGraph:
     """The graph with activations, batch normalisation and dropout computed in place, as the paper counts layers.
 
     The paper's layer is one task from ``X`` to ``Y = f(g(X, W))``; torch's step has a block between ``g`` and ``f``,
     one more for a batch normalisation, and the same in the backward pass. This is a way to count, not to compute:
     torch's batch normalisation needs its input again.
     """
-    wanted = tuple(operations)
     stands_for: dict[str, str] = {}
 
     def of(name: str) -> str:
@@ -124,7 +122,7 @@ def in_place(graph: TaskGraph, operations: Iterable[str] = _IN_PLACE) -> TaskGra
         return name
 
     for task in graph.tasks:
-        if operation_of(task) not in wanted:
+        if operation_of(task) not in _IN_PLACE:
             continue
         moving = [name for name in task.reads if graph.blocks[name].kind not in STAYS | {BlockKind.INPUT}]
         for output in task.writes:
@@ -195,9 +193,17 @@ def plan_dry(request: dict[str, Any]) -> dict[str, Any]:
         gc.collect()
         trim_heap()
         started = time.perf_counter()
-        with _growing() as growth:
-            peak, choice = _profile_and_plan(step, sizes, request["share"])
-        return time.perf_counter() - started, growth[0], peak, choice
+        before, probe = MemoryProbe("cpu"), MemoryProbe("cpu")
+        before.start()
+        before.stop()
+        probe.start()
+        memory = StepMemory(step, sizes)
+        if memory.plain is None:
+            raise ValueError(f"this network cannot be run dry: {memory.note}")
+        peak = memory.plain.peak_bytes
+        choice = search_plan(step, int(request["share"] * peak), memory=memory)
+        probe.stop()
+        return time.perf_counter() - started, probe.peaks()["batch"] - before.peaks()["batch"], peak, choice
 
     seconds, first_bytes, peak, choice = once()
     _, again_bytes, *_ = once()
@@ -209,28 +215,3 @@ def plan_dry(request: dict[str, Any]) -> dict[str, Any]:
         "floor_bytes": choice.floor.bytes if choice.floor else 0,
         "plan": str(choice.plan),
     }
-
-
-@contextmanager
-def _growing() -> Iterator[list[int]]:
-    """Afterwards the list has one entry: the bytes that the process grew by at its peak."""
-    growth: list[int] = []
-    probe = MemoryProbe("cpu")
-    probe.start()
-    probe.stop()
-    before = probe.peaks()["batch"]
-    probe = MemoryProbe("cpu")
-    probe.start()
-    try:
-        yield growth
-    finally:
-        probe.stop()
-        growth.append(probe.peaks()["batch"] - before)
-
-
-def _profile_and_plan(step: TrainingStep, sizes: tuple[int, ...], share: float) -> tuple[int, PlanChoice]:
-    memory = StepMemory(step, sizes)
-    if memory.plain is None:
-        raise ValueError(f"this network cannot be run dry: {memory.note}")
-    peak = memory.plain.peak_bytes
-    return peak, search_plan(step, int(share * peak), memory=memory)

@@ -1,6 +1,6 @@
 """Figures 15 and 16 of moDNN: power and energy of training inside budgets, from the meters that a machine has.
 
-    meter = find_meter("cpu")          # NVML for CUDA devices, RAPL's counters for the processor
+    meter = find_meter("cpu", Path("/sys/class/powercap"))  # NVML for CUDA devices, RAPL's counters for the processor
     with meter.watching() as watch:
         train()
     print(watch.joules, watch.seconds, watch.mean_watts, watch.max_watts)
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from retime.foundations.measure import Spread, spread
+from retime.foundations.measure import spread
 from retime.foundations.workers import Worker
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
@@ -30,7 +30,6 @@ from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim
 from retime.recipes.modnn.side_by_side import BUDGET, STEP, UNLIMITED, block_ms, budgets_of, side_by_side
 
-POWERCAP = Path("/sys/class/powercap")
 _EVERY_S = 0.05
 
 
@@ -124,7 +123,7 @@ class RaplCounter:
         NoMeterError: there is no package, or its counter may not be read.
     """
 
-    def __init__(self, folder: Path = POWERCAP) -> None:
+    def __init__(self, folder: Path) -> None:
         self._packages = sorted(path for path in folder.glob("intel-rapl:*") if path.name.count(":") == 1)
         if not self._packages:
             raise NoMeterError(f"{folder} has no intel-rapl package: this processor, or this virtual machine, has none")
@@ -149,7 +148,7 @@ class RaplCounter:
         return [int((path / "energy_uj").read_text()) for path in self._packages]
 
 
-def find_meter(device: torch.device | str, powercap: Path = POWERCAP) -> EnergyMeter:
+def find_meter(device: torch.device | str, powercap: Path) -> EnergyMeter:
     """The meter of what computes on ``device``.
 
     Raises:
@@ -162,7 +161,10 @@ def find_meter(device: torch.device | str, powercap: Path = POWERCAP) -> EnergyM
 
 
 def _nvml_meter(index: int) -> EnergyMeter:
-    nvml = _nvml()
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        raise NoMeterError("energy of a CUDA device needs NVML: pip install nvidia-ml-py") from None
     try:
         nvml.nvmlInit()
         # NVML counts all devices; torch only those that CUDA_VISIBLE_DEVICES leaves.
@@ -171,13 +173,6 @@ def _nvml_meter(index: int) -> EnergyMeter:
     except Exception as error:  # pynvml raises errors of its own kind
         raise NoMeterError(f"NVML does not tell the energy of cuda:{index} ({error})") from None
     return EnergyMeter(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, f"NVML, cuda:{index}")
-
-
-def _nvml() -> Any:
-    try:
-        return importlib.import_module("pynvml")
-    except ImportError:
-        raise NoMeterError("energy of a CUDA device needs NVML: pip install nvidia-ml-py") from None
 
 
 ENERGY, MEAN, MOST = "energy a step", "average power", "most power"
@@ -224,7 +219,7 @@ class Power(NetworkRecipe):
                 lines.append(Comparison(claim("figure-15"), None, f"{point.at['network']}: {point.facts[NO_METER]}"))
                 continue
             for name in budgets_of(point):
-                added = [100 * (value - 1) for value in relative(point, name, MEAN).rounds]
+                added = [100 * (value - 1) for value in point.speedup(name, UNLIMITED, MEAN).rounds]
                 lines.append(Comparison(claim("figure-15"), spread(added), f"{point.at['network']}, {name}"))
         return lines
 
@@ -252,7 +247,7 @@ class Power(NetworkRecipe):
         for axes, quantity in zip(panels, quantities, strict=True):
             for index, point in enumerate(result.points):
                 places = _places(point, quantity)
-                values = [relative(point, name, quantity) for name in places]
+                values = [point.speedup(name, UNLIMITED, quantity) for name in places]
                 if values:
                     charts.points_with_spread(
                         axes, list(places.values()), values, point.at["network"], index, line=True
@@ -279,9 +274,3 @@ def _places(point: Point, quantity: str) -> dict[str, float]:
         for name in budgets_of(point)
         if point.has(name, quantity)
     }
-
-
-def relative(point: Point, name: str, quantity: str) -> Spread:
-    """A budget's value over the unlimited one, in each round."""
-    pairs = zip(point.values(name, quantity), point.values(UNLIMITED, quantity), strict=True)
-    return spread([ours / plain for ours, plain in pairs])

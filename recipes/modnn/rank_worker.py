@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.cpu_pool import FreedMemory, trim_heap
 from retime.foundations.measure import MemoryProbe
+from retime.foundations.streams import has_streams
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.memory_budget import BudgetedDataParallelStep, OffloadSavedTensors, bucket_bytes, parse_host
-from retime.recipes.core.build import CPU, build_model, build_optimizer, loss_of
+from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.cpuacc.naive import ONE_BUCKET_MB, RootUpdate
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.budget import BudgetError, OffloadPlan
@@ -27,8 +29,8 @@ NAIVE, NAIVE_ONCE = "whole batches, naive", "once a batch, naive"
 """The paper's baselines: a root updates and broadcasts."""
 ON_HOST = "once a batch, on the host"
 """The paper's way: the host adds up while the last sub-batch runs."""
-PLANNING = (ONCE, NAIVE_ONCE, ON_HOST)
-"""The ways that plan for a budget."""
+PLANNED = (ONCE, NAIVE_ONCE, ON_HOST)
+"""The ways inside a budget, by one plan."""
 _BUCKETS_MADE = 2
 """DDP makes its buckets once more in its second step."""
 
@@ -43,65 +45,65 @@ class Rank:
         self._reduced_bytes = self._steps = 0
 
     def join(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Build the model, take this rank's share of the batch, and plan it or take up a plan.
+        """Build the model, take this rank's share of the batch, and take up the plan, which the first way makes.
 
-        All ways take tensors from the same pool, which holds what their plans, or the whole step, need: they are not
-        to differ by what an allocator does.
+        All ways take tensors from the same pool, which holds what the plan, or the whole step, needs: they are not to
+        differ by what an allocator does.
         """
         rank, ranks = request["rank"], request["ranks"]
         self._way: str = request["way"]
+        on_cpu = request["device"] == "cpu"
+        self._device = torch.device("cpu") if on_cpu else torch.device("cuda", rank)
         self._root: RootUpdate | None = None
         self._on_host: BucketReduction | None = None
         self._plan: OffloadPlan | None = None
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        rendezvous = f"file://{request['rendezvous']}"
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
-        self._rehearse(request, _share(request))
+        if on_cpu:
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        else:
+            torch.cuda.set_device(self._device)
+        backend, rendezvous = "gloo" if on_cpu else "nccl", f"file://{request['rendezvous']}"
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
+        self._rehearse(request, _share(request, self._device))
         gc.collect()
         trim_heap()
-        self._base = resident_bytes()
-        self._batch = _share(request)
-        self._module: nn.Module = build_model(request["model"], CPU, request["seed"])
+        self._base = resident_bytes(self._device)
+        self._batch = _share(request, self._device)
+        self._module: nn.Module = build_model(request["model"], self._device, request["seed"])
         self._model = self._module
         self._optimizer = build_optimizer(request["optimizer"], self._module.parameters(), {})
         if self._way != ONE:
             self._model = self._wrapped(self._module)
-        self._host = parse_host(request["host"], CPU)
-        answer = self._plan_once(request) if self._way in PLANNING else self._take_up(request)
+        answer = self._within_budget(request) if self._way in PLANNED else self._take_up(request)
         gc.collect()
         trim_heap()
-        self._probe = MemoryProbe(CPU)
+        self._probe = MemoryProbe(self._device)
         self._probe.start()
         return {"cores": len(cores), "plan": "no budget" if self._plan is None else str(self._plan), **answer}
 
     def _wrapped(self, module: nn.Module) -> DistributedDataParallel:
-        """Have this way's gradients added up at a root, on the host or by gloo."""
+        """Have this way's gradients added up at a root, on the host or by DDP."""
         naive = self._way in (NAIVE, NAIVE_ONCE)
         model = DistributedDataParallel(module, bucket_cap_mb=ONE_BUCKET_MB if naive else None)
         if naive:
             self._root = RootUpdate(model)
         elif self._way == ON_HOST:
-            self._on_host = BucketReduction(model, HostReducer())
+            self._on_host = BucketReduction(model, HostReducer(self._device))
         else:
             model.register_comm_hook(None, self._reduce)
         return model
 
     def _rehearse(self, request: dict[str, Any], batch: Batch) -> None:
-        """Two steps, and their plan, of a model that is not kept: code that is loaded or generated is not the model's.
+        """Two steps of a model that is not kept: code that is loaded or generated is not the model's.
 
-        Two, since DDP allocates its buckets once more after the first.
+        Two, since DDP allocates its buckets once more after the first. If there is no plan yet, rank 0 saves its own.
         """
-        module = build_model(request["model"], CPU, request["seed"])
+        module = build_model(request["model"], self._device, request["seed"])
         optimizer = build_optimizer(request["optimizer"], module.parameters(), {})
         model = module if self._way == ONE else self._wrapped(module)
         samples = OffloadPlan.parse(request["plan"]).sub_batch if self._way == EACH else len(batch[0])
         part = batch[0][:samples], batch[1][:samples]
-        inside = None
-        if self._way in PLANNING:
-            assert isinstance(model, DistributedDataParallel)
-            host = parse_host(request["host"], CPU)
-            inside = BudgetedDataParallelStep(model, [optimizer], request["budget_bytes"], host)
+        inside = self._budgeted(request, model, optimizer) if self._way in PLANNED else None
         with suppress(BudgetError):  # if it is too small, the step that is to train says so
             for _ in range(2):
                 optimizer.zero_grad()
@@ -111,15 +113,25 @@ class Rank:
                     inside.run(lambda some: loss_of(model(some[0]), some[1]), part)
                 optimizer.step()
         if inside is not None:
+            if request["rank"] == 0 and inside.report().plans and not _plan_of(request):
+                inside.save_plan(request["plans"])
+            dist.barrier()
             inside.remove()
         if self._on_host is not None:
             self._on_host.close()
         self._reduced_bytes = 0
 
-    def _plan_once(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert isinstance(self._model, DistributedDataParallel)
+    def _budgeted(
+        self, request: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> BudgetedDataParallelStep:
+        """Steps inside the budget, by the saved plan as soon as there is one."""
+        assert isinstance(model, DistributedDataParallel)
+        host = parse_host(request["host"], self._device)
+        return BudgetedDataParallelStep(model, [optimizer], request["budget_bytes"], host, plan=_plan_of(request))
+
+    def _within_budget(self, request: dict[str, Any]) -> dict[str, Any]:
         budget = request["budget_bytes"]
-        self._inside = BudgetedDataParallelStep(self._model, [self._optimizer], budget, self._host)
+        self._inside = self._budgeted(request, self._model, self._optimizer)
         shape = self._inside.plan(self._loss, self._batch)
         self._plan = shape.choice.plan
         return {
@@ -129,10 +141,11 @@ class Rank:
         }
 
     def _take_up(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Of ``EACH`` every rank has to reduce as often, so all take one rank's plan; the others have none."""
+        """``EACH`` has the same plan, by hand; the others have none."""
+        self._host = parse_host(request["host"], self._device)
         if self._way == EACH:
             self._plan, self._in_flight_bytes = OffloadPlan.parse(request["plan"]), request["in_flight_bytes"]
-        self._freed = FreedMemory(CPU)
+        self._freed = FreedMemory(self._device)
         beside = bucket_bytes(self._model) if self._way in (WHOLE, NAIVE) else 0
         there = [*self._module.parameters(), *self._module.buffers(), *self._batch]
         self._freed.hold(request["reserved_bytes"] + beside, there)
@@ -153,7 +166,7 @@ class Rank:
 
     def _step(self) -> None:
         self._optimizer.zero_grad()
-        if self._way in PLANNING:
+        if self._way in PLANNED:
             self._inside.run(self._loss, self._batch)
         elif self._plan is None:
             self._loss(self._batch).backward()  # type: ignore[no-untyped-call]
@@ -190,20 +203,22 @@ class Rank:
             dist.barrier()
             started = time.perf_counter()
             self._step()
+            if has_streams(self._device):
+                torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - started))
         return {"ms": times}
 
     def end(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write the weights; return what the process held and moved."""
         self._probe.stop()
-        if self._way in PLANNING:
+        if self._way in PLANNED:
             self._inside.remove()
         else:
             self._freed.close()
+            self._host.close()
         if self._on_host is not None:
             self._on_host.close()
-        self._host.close()
-        torch.save([parameter.detach() for parameter in self._module.parameters()], request["weights"])
+        torch.save([parameter.detach().cpu() for parameter in self._module.parameters()], request["weights"])
         dist.barrier()
         dist.destroy_process_group()
         return {
@@ -212,9 +227,14 @@ class Rank:
         }
 
 
-def _share(request: dict[str, Any]) -> Batch:
+def _plan_of(request: dict[str, Any]) -> str | None:
+    """The file of the plan that all follow; None before it is made."""
+    return request["plans"] if Path(request["plans"]).exists() else None
+
+
+def _share(request: dict[str, Any], device: torch.device) -> Batch:
     """This rank's samples."""
     inputs, targets = torch.load(request["batch"])
     share = len(inputs) // request["ranks"]
     own = slice(request["rank"] * share, (request["rank"] + 1) * share)
-    return inputs[own].clone(), targets[own].clone()
+    return inputs[own].to(device, copy=True), targets[own].to(device, copy=True)

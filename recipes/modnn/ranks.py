@@ -1,4 +1,4 @@
-"""Figures 17 and 18 of moDNN for real: ranks inside a budget each, and who adds up their gradients when.
+"""Figures 17 and 18 of moDNN for real: ranks inside a budget each, all by one plan, and who adds up gradients when.
 
 A root that updates and broadcasts at the end of a step is the paper's naive way, the host meanwhile is moDNN's; torch's
 DDP is a stronger peer than the first.
@@ -6,10 +6,11 @@ DDP is a stronger peer than the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Worker, WorkerError, closing
@@ -18,7 +19,7 @@ from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
-from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ON_HOST, ONCE, ONE, PLANNING, WHOLE, Rank
+from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ON_HOST, ONCE, ONE, PLANNED, WHOLE, Rank
 from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim, target
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
@@ -46,6 +47,9 @@ class Ranks(NetworkRecipe):
     quantity = STEP
 
     def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
+        there = torch.cuda.device_count()
+        if settings.hardware.device != "cpu" and settings.devices > there:
+            raise ValueError(f"devices={settings.devices}: each rank needs a GPU, and there are {there}; choose fewer")
         return [{"network": name, "budget": float(share)} for name in settings.cases for share in settings.budgets]
 
     def turns(self, settings: MemorySettings) -> int | None:
@@ -61,6 +65,7 @@ class Ranks(NetworkRecipe):
             of_share = share.plan()
         budget = int(at["budget"] / 100 * of_share["ideal_bytes"])
         workers: dict[str, Worker] = {}
+        of: dict[str, list[Worker]] = {}
         facts: dict[str, Any] = {"batch size": case["batch_size"], "ranks": settings.devices, "plans": {}}
         with network_for(settings, case) as network, closing(workers):
             plain = {ONE: network.plan(), WHOLE: of_share, NAIVE: of_share}
@@ -70,29 +75,28 @@ class Ranks(NetworkRecipe):
                 count = 1 if way == ONE else settings.devices
                 request = {
                     **{**network.request, **given.get(way, {}), "do": "join", "way": way, "ranks": count},
-                    **{"budget_bytes": budget, "rendezvous": str(network.folder / f"{way}.rendezvous")},
+                    **{"budget_bytes": budget, "plans": str(network.folder / "plans.json")},
+                    "rendezvous": str(network.folder / f"{way}.rendezvous"),
                 }
-                ranks = [Worker(Rank, None, settings.timeout_s) for _ in range(count)]
-                workers |= {f"{way} {rank}": worker for rank, worker in enumerate(ranks)}
+                of[way] = [Worker(Rank, None, settings.timeout_s) for _ in range(count)]
+                workers |= {f"{way} {rank}": worker for rank, worker in enumerate(of[way])}
                 try:
-                    ready = _together(ranks, [{**request, "rank": rank} for rank in range(count)])
+                    ready = _together(of[way], [{**request, "rank": rank} for rank in range(count)])
                 except WorkerError as error:
                     if failure(error) != REFUSED:
                         raise
                     return Measured([], {**facts, REFUSED: str(error)})
                 facts["cores"], facts["plans"][way] = ready[0]["cores"], ready[0]["plan"]
-                if way in PLANNING:
+                if way in PLANNED:
                     predicted[way] = max(answer["predicted_bytes"] for answer in ready)
                 if way == ONCE:
                     given[EACH] = ready[0]
-            blocks: dict[str, Callable[[], float]] = {
-                way: partial(_block_ms, _of(workers, way), settings.steps) for way in (ONE, *WAYS)
-            }
+            blocks = {way: partial(_block_ms, ranks, settings.steps) for way, ranks in of.items()}
             times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
             rows = [Row(way, STEP, "ms", kept) for way, kept in times.items()]
-            rows += [Row(way, BUDGET, "MiB", [budget / MIB]) for way in (*PLANNING, EACH)]
+            rows += [Row(way, BUDGET, "MiB", [budget / MIB]) for way in (*PLANNED, EACH)]
             rows += [Row(way, PREDICTED, "MiB", [nbytes / MIB]) for way, nbytes in predicted.items()]
-            rows += _ends(workers, network.folder)
+            rows += _ends(of, network.folder)
         return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
@@ -110,30 +114,30 @@ class Ranks(NetworkRecipe):
             away = max(point.values(way, DIFFERENCE)[0] for way in WAYS if point.has(way, DIFFERENCE))
             lines.append(Comparison(target("ranks-difference"), spread([away]), budget))
         remark = "budgets here are shares of what a rank's batch needs, not GB of four devices"
-        lines += [
-            Comparison(published, None, remark)
-            for published in (claim("figure-17-modnn"), claim("figure-18-6-gb-naive"))
-        ]
-        return lines
+        unlike = (claim("figure-17-modnn"), claim("figure-18-6-gb-naive"))
+        return [*lines, *(Comparison(published, None, remark) for published in unlike)]
 
     def notes(self, result: Result) -> list[str]:
         lines = [
-            "Ranks are processes of one core each on this machine. Where gradients are reduced, DDP does so over gloo "
-            "while the last backward pass runs. Naive is the paper's way: all gradients go to a root in one piece when "
-            "the backward pass has ended, the root updates, and its weights come back. On the host the ranks add up in "
-            "memory that they share, while the last backward pass runs.",
-            "All ways, the one process too, take tensors from the same pool, which keeps freed memory up to what the "
-            "plan or the whole step needs. Measured is a rank's peak resident size above the same process before it "
-            "built the model, after a rehearsal with another model. Budgets and predictions count DDP's buckets and "
-            "what reductions allocate; those of whole batches do not, and none counts "
-            "what the root receives or what the ranks share. No kernel limit holds a rank.",
+            "Ranks are processes of one core each on this machine, or of a GPU each. Where gradients are reduced, DDP "
+            "does so over gloo (NCCL on GPUs) while the last backward pass runs. Naive is the paper's way: all "
+            "gradients go to a root in one piece when the backward pass has ended, the root updates, and its weights "
+            "come back. On the host the ranks add up in memory that they share, while the last backward pass runs.",
+            "On a processor all ways, the one process too, take tensors from the same pool, which keeps freed memory "
+            "up to what the plan or the whole step needs. Measured is a rank's peak resident size (on a GPU what its "
+            "allocator gave out) above the same process before it built the model, after a rehearsal with another "
+            "model. Budgets and predictions count DDP's buckets and what reductions allocate; those of whole batches "
+            "do not, and none counts what the root receives or what the ranks share. No kernel limit holds a rank.",
         ]
         for point in result.points:
             if REFUSED in point.facts:
                 lines.append(f"- {point.at['network']}, {point.at['budget']:g} %: {point.facts[REFUSED]}")
                 continue
-            plans = "; ".join(f"{way}: {plan}" for way, plan in point.facts["plans"].items())
-            lines.append(f"- {point.at['network']}, {point.at['budget']:g} %: {plans}")
+            plans = {way: plan for way, plan in point.facts["plans"].items() if way in (*PLANNED, EACH)}
+            text = "; ".join(f"{way}: {plan}" for way, plan in plans.items())
+            if len({*plans.values()}) == 1:
+                text = f"all ways inside the budget have one plan, which one rank made: {plans[ONCE]}"
+            lines.append(f"- {point.at['network']}, {point.at['budget']:g} %: {text}")
             if point.facts["cores"] < point.facts["ranks"]:
                 lines.append("- the ranks shared cores, so nothing is said about speed")
         return lines
@@ -205,10 +209,6 @@ def _trained(result: Result) -> list[Point]:
     return [point for point in result.points if REFUSED not in point.facts]
 
 
-def _of(workers: dict[str, Worker], way: str) -> list[Worker]:
-    return [worker for name, worker in workers.items() if name.rpartition(" ")[0] == way]
-
-
 def _together(ranks: list[Worker], requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Ask all before the first answers: each waits for the others."""
     for worker, request in zip(ranks, requests, strict=True):
@@ -221,11 +221,11 @@ def _block_ms(ranks: list[Worker], steps: int) -> float:
     return max(spread(answer["ms"]).median for answer in answers)
 
 
-def _ends(workers: dict[str, Worker], folder: Path) -> list[Row]:
+def _ends(of: dict[str, list[Worker]], folder: Path) -> list[Row]:
     """What each way held and reduced, and how far its weights are from those of one process."""
     rows = []
-    for way in (ONE, *WAYS):
-        ranks, place = _of(workers, way), folder / f"{way}.pt"
+    for way, ranks in of.items():
+        place = folder / f"{way}.pt"
         requests = [{"do": "end", "weights": f"{place}{rank or ''}"} for rank in range(len(ranks))]
         answers = _together(ranks, requests)
         rows.append(Row(way, MEASURED, "MiB", [max(answer["measured_bytes"] for answer in answers) / MIB]))

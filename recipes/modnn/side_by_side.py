@@ -47,7 +47,10 @@ VDNN_PLUS = "vDNN+ ({}), {}"
 FAILURES = ("refused", "out of memory", "failed")
 """What becomes of a process that does not train; facts of these names say why, a variant each."""
 _PLAN_KEYS = ("plan", "sub_batch", "offloaded", "predicted_slowdown", "replanned")
-_NO_MEMORY = ("MemoryError", "can't allocate memory", "bad_alloc", "could not create a primitive", "the process ended")
+_NO_MEMORY = (
+    *("MemoryError", "can't allocate memory", "bad_alloc", "could not create a primitive", "the process ended"),
+    "CUDA out of memory",
+)
 
 Block = Callable[[Worker, int, str, dict[str, Any]], float]
 
@@ -263,17 +266,13 @@ def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list
         rows.append(Row(name, PREDICTED, "MiB", [facts["peak of the plain step MiB"]]))
     if "rule" in answer:
         facts["rules"][name] = answer["rule"]
-        rows.append(Row(name, MOVED, "MiB", [answer["moved_bytes"] / MIB]))
-        rows.append(Row(name, PREDICTED, "MiB", [answer["predicted_bytes"] / MIB]))
-    if "plan" not in answer:
-        return rows
-    planning_s = round(worker.ready["planning_s"], 2)
-    facts["plans"][name] = {**{key: answer[key] for key in _PLAN_KEYS}, "planning_s": planning_s}
-    return [
-        *rows,
-        Row(name, PREDICTED, "MiB", [answer["predicted_bytes"] / MIB]),
-        Row(name, MOVED, "MiB", [answer["moved_bytes"] / MIB]),
-    ]
+    if "plan" in answer:
+        planning_s = round(worker.ready["planning_s"], 2)
+        facts["plans"][name] = {**{key: answer[key] for key in _PLAN_KEYS}, "planning_s": planning_s}
+    for quantity, key in ((PREDICTED, "predicted_bytes"), (MOVED, "moved_bytes")):
+        if key in answer:
+            rows.append(Row(name, quantity, "MiB", [answer[key] / MIB]))
+    return rows
 
 
 def away_ppm(place: Path, reference: Path) -> float:
@@ -282,6 +281,15 @@ def away_ppm(place: Path, reference: Path) -> float:
     return 1e6 * float((ours - theirs).norm() / theirs.norm())
 
 
+MEMORY = (
+    "Memory is the process's peak resident size above the same process before it built the model, while it trains. "
+    "Under RLIMIT_DATA the kernel refuses every data byte beyond the budget and headroom_mb, from the first step on. "
+    "Each process has planned and trained without a limit before, and with a plan once more under the same plan, which "
+    "it then follows: code that oneDNN generates and what Python keeps do not count. On a CUDA device memory is what "
+    "its allocator gave out, and nothing but the plan keeps a budget; after each turn the process gives back what it "
+    "freed, and a step that does not count takes it again. The ideal peak is predicted: tensors, what operations need "
+    "for themselves, and what is to stay free beside."
+)
 REVERSED = (
     f"'{GIVING_BACK}' trains on its samples in reverse order: how far its weights are from the unlimited ones is what "
     "rounding alone does to the plain step ('plain, reversed')."
@@ -386,8 +394,7 @@ def _over(point: Point, name: str) -> str:
         return ""
     text = f", over {plain}"
     if plain != UNLIMITED and point.has(UNLIMITED, STEP):
-        usual = spread([a / b for a, b in zip(point.values(name, STEP), point.values(UNLIMITED, STEP), strict=True)])
-        text += f"; {amount(usual.median, 'x')} over {UNLIMITED}"
+        text += f"; {amount(point.speedup(name, UNLIMITED, STEP).median, 'x')} over {UNLIMITED}"
     cut = IN_SUB_BATCHES.format(point.facts["plans"][name]["sub_batch"])
     bound = slowdown(point, cut)
     return text if bound is None else f"{text}; {cut}: {amount(bound.median, 'x')}"

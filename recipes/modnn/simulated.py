@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -19,7 +20,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, amount
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.modnn.floor import GB, bars
+from retime.recipes.modnn.floor import GB, bars, cross
 from retime.recipes.modnn.networks import (
     Network,
     in_place,
@@ -200,34 +201,19 @@ def ideal_time_ms(graph: TaskGraph, batch: int, bandwidth: float) -> float:
     return offload_schedule(graph, batch, ALL_THERE_IS, bandwidth, Techniques("fastest")).finish_ms
 
 
-def modnn(graph: TaskGraph, batch: int, budget: int, bandwidth: float) -> BatchPlan:
-    """The paper's rules, and a search over sub-batch sizes by simulated time."""
-    return plan_batch(graph, batch, budget, bandwidth)
-
-
-def papers_rules(graph: TaskGraph, batch: int, budget: int, bandwidth: float) -> BatchPlan:
-    """Eq. 8 and Algorithm 1 with Eq. 9 and 10, and no search."""
-    return plan_batch(graph, batch, budget, bandwidth, search=False)
-
-
-def vdnn(layers: str, *, plus: bool = False, algorithms: str = "fastest") -> Callable[..., BatchPlan]:
-    """vDNN, or vDNN+: with the paper's sub-batches."""
-
-    def plan(graph: TaskGraph, batch: int, budget: int, bandwidth: float) -> BatchPlan:
-        return plan_vdnn(graph, batch, budget, bandwidth, layers=layers, sub_batching=plus, algorithms=algorithms)
-
-    return plan
+_OURS: dict[str, Callable[..., BatchPlan]] = {MODNN: plan_batch, PAPERS_RULES: partial(plan_batch, search=False)}
+"""The paper's rules (Eq. 8, Algorithm 1 with Eq. 9 and 10) with a search over sub-batch sizes by simulated time, and
+without."""
 
 
 class OneBudget(SimulatedK40):
     """Figures 10 and 11: time of a batch and bytes moved in 12 GB."""
 
-    _ways = {  # noqa: RUF012
-        MODNN: modnn,
-        PAPERS_RULES: papers_rules,
-        VDNN_ALL: vdnn("all"),
-        VDNN_CONV: vdnn("conv"),
-        VDNN_LEAST: vdnn("all", algorithms="baseline"),
+    _ways: ClassVar[dict[str, Callable[..., BatchPlan]]] = {
+        **_OURS,
+        VDNN_ALL: plan_vdnn,
+        VDNN_CONV: partial(plan_vdnn, layers="conv"),
+        VDNN_LEAST: partial(plan_vdnn, algorithms="baseline"),
     }
 
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
@@ -286,11 +272,10 @@ class ManyBudgets(SimulatedK40):
     """Figure 12: time of a batch over budgets; `budgets` are in GB."""
 
     axes = ("budgets",)
-    _ways = {  # noqa: RUF012
-        MODNN: modnn,
-        PAPERS_RULES: papers_rules,
-        VDNN_PLUS_ALL: vdnn("all", plus=True),
-        VDNN_PLUS_CONV: vdnn("conv", plus=True),
+    _ways: ClassVar[dict[str, Callable[..., BatchPlan]]] = {
+        **_OURS,
+        VDNN_PLUS_ALL: partial(plan_vdnn, sub_batching=True),
+        VDNN_PLUS_CONV: partial(plan_vdnn, layers="conv", sub_batching=True),
     }
 
     def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
@@ -323,7 +308,8 @@ class ManyBudgets(SimulatedK40):
                 places = [p.at["budget_gb"] for p in known]
                 values = [p.spread(name, SLOWER) for p in known]
                 charts.points_with_spread(axes, places, values, name, index, line=True)
-                _cross(axes, [p.at["budget_gb"] for p in own if not p.has(name, SLOWER)], index)
+                for budget in (p.at["budget_gb"] for p in own if not p.has(name, SLOWER)):
+                    cross(axes, budget, index, points_beside=6 * (index - 1.5))  # those of other ways are there too
             axes.set_title(f"{network} ({own[0].facts['batch size']}), ideal {own[0].facts['ideal memory GB']:g} GB")
             axes.title.set_fontsize(9)
             axes.axvline(own[0].facts["lower bound GB"], color=charts.GREY, linestyle=":", label="lower bound")
@@ -388,6 +374,9 @@ class Alone(SimulatedK40):
             values = [change(value) for value in _values(result, name, quantity)]
             return Comparison(published, spread([fmean(values)]), "simulated") if values else Comparison(published)
 
+        both = [p for p in result.points if p.has(TOGETHER, MEMORY) and p.has(VDNN_AT_LEAST, MEMORY)]
+        less = [p.values(VDNN_AT_LEAST, MEMORY)[0] / p.values(TOGETHER, MEMORY)[0] for p in both]
+        note = f"simulated, average of {len(less)}; {min(less, default=0):.1f} to {max(less, default=0):.1f}"
         return [
             line(claim("figure-13-sub-batches"), SUB_BATCHES, MEMORY, lambda percent: 100 / percent),
             line(claim("figure-13-offloading"), OFFLOADING, MEMORY, lambda percent: 100 / percent),
@@ -395,7 +384,7 @@ class Alone(SimulatedK40):
             line(claim("figure-14-sub-batches"), SUB_BATCHES, SLOWER, lambda ratio: ratio),
             line(claim("figure-14-offloading"), OFFLOADING, SLOWER, lambda ratio: 100 * (ratio - 1)),
             line(claim("figure-14-algorithms"), ALGORITHMS, SLOWER, lambda ratio: ratio),
-            *_over_vdnn(result),
+            *([Comparison(claim("ten-times-vdnn"), spread([fmean(less)]), note)] if less else []),
         ]
 
     def notes(self, result: Result) -> list[str]:
@@ -436,34 +425,10 @@ class Alone(SimulatedK40):
         charts.save(drawing, path)
 
 
-def _cross(axes: Any, budgets: list[float], index: int) -> None:
-    """A cross on the axis for each budget in which this way does not fit, beside those of other ways."""
-    for budget in budgets:
-        axes.annotate(
-            "x",
-            (budget, 0),
-            xycoords=axes.get_xaxis_transform(),
-            xytext=(6 * (index - 1.5), 2),
-            textcoords="offset points",
-            ha="center",
-            color=charts.COLOURS[index],
-        )
-
-
 def _entries(axes: Any, points: list[Point], names: tuple[str, ...]) -> list[Any]:
     """A legend's entries: what is drawn, and what a cross means if there is one."""
     crossed = any(not point.has(name, BATCH) for point in points for name in names)
     return [*axes.get_legend_handles_labels()[0], *([charts.marker_key("does not fit", "x")] if crossed else [])]
-
-
-def _over_vdnn(result: Result) -> list[Comparison]:
-    """How many times less memory moDNN needs, as an average over networks."""
-    both = [p for p in result.points if p.has(TOGETHER, MEMORY) and p.has(VDNN_AT_LEAST, MEMORY)]
-    if not both:
-        return []
-    ratios = [p.values(VDNN_AT_LEAST, MEMORY)[0] / p.values(TOGETHER, MEMORY)[0] for p in both]
-    note = f"simulated, average of {len(both)}; {min(ratios):.1f} to {max(ratios):.1f}"
-    return [Comparison(claim("ten-times-vdnn"), spread([fmean(ratios)]), note)]
 
 
 def _values(result: Result, name: str, quantity: str) -> list[float]:

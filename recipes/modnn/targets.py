@@ -19,7 +19,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, amount
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
-from retime.recipes.modnn.budget_worker import serve as serve_refusal
+from retime.recipes.modnn.budget_worker import Server
 from retime.recipes.modnn.networks import serve as serve_planning
 from retime.recipes.modnn.settings import MemorySettings, claim, target
 from retime.recipes.modnn.side_by_side import (
@@ -28,6 +28,7 @@ from retime.recipes.modnn.side_by_side import (
     GIVING_BACK,
     IN_SUB_BATCHES,
     MEASURED,
+    MEMORY,
     MIB,
     MOVED,
     POOL,
@@ -124,8 +125,8 @@ def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured
 def refusal(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
     """A budget of `share` of the floor: what the refusal says, whether that is so, and what was trained before it."""
     with network_for(settings, case["network"]) as network:
-        request = {**network.request, "share": case["share"]}
-        return Measured([], answer_once(serve_refusal, request, settings.timeout_s))
+        request = {**network.request, "do": "refuse", "share": case["share"]}
+        return Measured([], answer_once(Server, request, settings.timeout_s))
 
 
 def traffic(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
@@ -251,16 +252,10 @@ class Targets(Recipe[MemorySettings]):
 
     def notes(self, result: Result) -> list[str]:
         lines = [
-            "Memory is the process's peak resident size above the same process before it built the model. Under "
-            "RLIMIT_DATA the kernel refuses every data byte beyond the budget and headroom_mb, from the first step on; "
-            "'limit from planning' means from before the model was built. Each process has planned and trained without "
-            "a limit before, and with a plan once more under the same plan: code that oneDNN generates and what Python "
-            "keeps do not count, and under a limit from training on that plan is followed. A run that was refused "
-            "counts as not trained.",
+            f"{MEMORY} 'Limit from planning' means from before the model was built, when no plan is followed yet. A "
+            "run that was refused counts as not trained.",
             f"{POOL} Slowdowns leave out a round of warm-up.",
             REVERSED,
-            "Of what is predicted, a plan's peak counts what it holds; the ideal peak is the budget of the plain step, "
-            "with what is to stay free beside its own peak.",
             "vDNN is its rule executed for real on this machine: the batch stays whole, and what all layers save, or "
             "what convolutions read, leaves and comes back one ahead of its use. Ours then gets as its budget what "
             "that run turned out to need.",
@@ -292,8 +287,16 @@ class Targets(Recipe[MemorySettings]):
         for point in drawn:
             marker, filled = _MARKERS[cases.index(point.at["case"]) % len(_MARKERS)]
             index = networks.index(point.at["network"]) if "network" in point.at else _SEVERAL
-            _draw_peaks(peaks, point, index, marker, filled)
-            _draw_times(times, point, index, marker, filled)
+            names = [name for name in point.variants(PREDICTED) if point.has(name, BUDGET) or name == GIVING_BACK]
+            predicted = [point.values(name, PREDICTED)[0] for name in names]
+            ratios = [point.values(name, MEASURED)[0] / point.values(name, PREDICTED)[0] for name in names]
+            colour = charts.COLOURS[index % len(charts.COLOURS)]
+            face, above = (colour, 2) if filled else ("none", 3)
+            peaks.plot(predicted, ratios, marker, color=colour, markerfacecolor=face, zorder=above)
+            shares = [name for name in budgets_of(point) if name != FLOOR]
+            slower = {float(name.rstrip(" %")): value for name in shares if (value := slowdown(point, name))}
+            look: dict[str, Any] = {"line": True, "marker": marker, "filled": filled}
+            charts.points_with_spread(times, list(slower), list(slower.values()), None, index, **look)
         peaks.axhspan(0.95, 1.05, color=charts.GREY, alpha=0.2, label="within 5 %")
         peaks.set_xscale("log")
         charts.plain_numbers(peaks.xaxis)
@@ -302,25 +305,9 @@ class Targets(Recipe[MemorySettings]):
         times.set_xlabel("budget (% of the ideal peak)")
         times.set_ylabel("step time over the fastest unlimited")
         charts.even_line(times, "fastest unlimited")
-        _legends(drawing, networks, cases, [entry for axes in (peaks, times) for entry in _labelled(axes)])
+        labelled = [entry for axes in (peaks, times) for entry in axes.get_legend_handles_labels()[0]]
+        _legends(drawing, networks, cases, labelled)
         charts.save(drawing, path)
-
-
-def _draw_peaks(axes: Any, point: Point, index: int, marker: str, filled: bool) -> None:
-    names = [name for name in point.variants(PREDICTED) if point.has(name, BUDGET) or name == GIVING_BACK]
-    predicted = [point.values(name, PREDICTED)[0] for name in names]
-    ratios = [point.values(name, MEASURED)[0] / point.values(name, PREDICTED)[0] for name in names]
-    colour = charts.COLOURS[index % len(charts.COLOURS)]
-    face, above = (colour, 2) if filled else ("none", 3)
-    axes.plot(predicted, ratios, marker, color=colour, markerfacecolor=face, zorder=above)
-
-
-def _draw_times(axes: Any, point: Point, index: int, marker: str, filled: bool) -> None:
-    shares = [name for name in budgets_of(point) if name != FLOOR]
-    slower = {float(name.rstrip(" %")): value for name in shares if (value := slowdown(point, name))}
-    charts.points_with_spread(
-        axes, list(slower), list(slower.values()), None, index, line=True, marker=marker, filled=filled
-    )
 
 
 def _legends(drawing: Any, networks: list[str], cases: list[str], others: list[Any]) -> None:
@@ -334,11 +321,6 @@ def _legends(drawing: Any, networks: list[str], cases: list[str], others: list[A
     ]
     drawing.legend(handles=colours, title="network", fontsize=8, loc="outside right upper")
     drawing.legend(handles=[*markers, *others], title="case", fontsize=8, loc="outside right lower")
-
-
-def _labelled(axes: Any) -> list[Any]:
-    handles: list[Any] = axes.get_legend_handles_labels()[0]
-    return handles
 
 
 def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from retime.recipes.core.results import Point, Result, Row, load
-from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ONCE, ONE, PLANNING, WHOLE
+from retime.recipes.core.schema import Hardware
+from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ONCE, ONE, PLANNED, WHOLE
 from retime.recipes.modnn.ranks import REDUCED, REFUSED, WAYS, Ranks
-from retime.recipes.modnn.settings import claim, target
+from retime.recipes.modnn.settings import MemorySettings, claim, target
 from retime.recipes.modnn.side_by_side import BUDGET, DIFFERENCE, MEASURED, PREDICTED, STEP
 
 
@@ -20,22 +21,21 @@ def test_two_ranks(run: Callable[..., Path]) -> None:
     data = "{_target_: retime.recipes.data.synthetic_vectors, features: 32, classes: 32, length: 4096}"
     cases = f"+cases={{MLP: {{batch_size: 4096, model: {mlp}, data: {data}}}}}"
     path = run("experiment=modnn_fig17", "~cases", cases, "budgets=[36,5]", "rounds=1", "warmup_rounds=1", "steps=1")
-    print(path.with_name("result.md").read_text())
     result = load(path)
     point, tight = result.points
     assert "below this step's floor" in tight.facts[REFUSED]
     assert tight.rows == []
     assert point.variants(STEP) == [ONE, *WAYS]
 
-    plan = point.facts["plans"][ONCE]
+    (plan,) = {point.facts["plans"][way] for way in (*PLANNED, EACH)}
     sub_batches = -(-2048 // int(plan.split()[1].rstrip(",")))
-    assert plan == point.facts["plans"][EACH]
+    assert f"have one plan, which one rank made: {plan}" in path.with_name("result.md").read_text()
     assert sub_batches > 1, "or there is nothing to compare"
     weights_mib = 6 * (32 * 32 + 32) * 4 / 2**20
     assert point.values(WHOLE, REDUCED) == point.values(ONCE, REDUCED) == pytest.approx([weights_mib])
     assert point.values(EACH, REDUCED) == pytest.approx([sub_batches * weights_mib])
 
-    for way in (*PLANNING, EACH):
+    for way in (*PLANNED, EACH):
         assert point.values(way, BUDGET) == point.values(ONCE, BUDGET)
     assert point.values(ONCE, PREDICTED) <= point.values(ONCE, BUDGET)
     # one process has the whole batch, so the ranks' own share cannot need more
@@ -48,10 +48,8 @@ def test_two_ranks(run: Callable[..., Path]) -> None:
     compared = {line.against: line.measured for line in Ranks().compare(result)}
     lines = [line.note for line in Ranks().compare(result) if line.against == target("host-meanwhile")]
     assert [note.split(", over ")[1] for note in lines] == [NAIVE, NAIVE_ONCE, ONCE]
-    assert compared[target("once-over-each")] is not None
-    assert compared[target("within-budget")] is not None
-    assert compared[target("prediction-error")] is not None
-    assert compared[target("ranks-difference")] is not None
+    for wanted in ("once-over-each", "within-budget", "prediction-error", "ranks-difference"):
+        assert compared[target(wanted)] is not None
     assert compared[claim("figure-17-ideal")] is not None
     assert compared[claim("figure-17-modnn")] is None
     assert compared[claim("figure-18-6-gb-naive")] is None
@@ -71,6 +69,22 @@ def point(sub_batch: int, measured_mib: float) -> Point:
 def lines(given: Point) -> dict[str, tuple[float | None, str]]:
     compared = Ranks().compare(Result("", "", "modnn", "Figure 17", "", [given]))
     return {line.against.what: (line.measured.median if line.measured else None, line.note) for line in compared}
+
+
+def test_plans_that_differ_are_told_by_way() -> None:
+    given = point(sub_batch=4, measured_mib=2.0)
+    given.facts["plans"][EACH] = "sub-batch 2"
+    (*_, told) = Ranks().notes(Result("", "", "modnn", "Figure 17", "", [given]))
+    assert told == f"- net, 50 %: {ONCE}: {given.facts['plans'][ONCE]}; {EACH}: sub-batch 2"
+
+
+def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    settings = MemorySettings(hardware=Hardware("cuda", "cuda", None), cases={"net": {}}, budgets=[50], devices=2)
+    with pytest.raises(ValueError, match="devices=2: each rank needs a GPU, and there are 1"):
+        Ranks().points(settings)
+    settings.devices = 1
+    assert len(Ranks().points(settings)) == 1
 
 
 def test_peaks_of_ranks_are_held_against_the_budget_and_the_prediction() -> None:

@@ -40,13 +40,9 @@ SGD = {"_target_": "torch.optim.SGD", "lr": 0.01}
 MLP: dict[str, Any] = {
     "batch_size": 256,
     "model": {"_target_": "retime.recipes.models.mlp", "depth": 6, "width": 64},
-    "data": {
-        "_target_": "retime.recipes.data.synthetic_vectors",
-        "features": 64,
-        "classes": 64,
-        "length": 8192,
-    },
+    "data": {"_target_": "retime.recipes.data.synthetic_vectors", "features": 64, "classes": 64, "length": 8192},
 }
+PLAN = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.0, "planning_s": 1.0}
 
 
 def block(network: dict[str, Any]) -> str:
@@ -171,9 +167,7 @@ def test_lines_of_training() -> None:
         *memory("50 %", budget=50.0, predicted=40.0, measured=41.0),
         *memory(GIVING_BACK, predicted=100.0, measured=98.0),
     ]
-    plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.0, "planning_s": 1.0}
-    trained = point("a", "training", rows, plans={"50 %": plan}, refused={"25 %": "too small"})
-    found = lines(trained)
+    found = lines(point("a", "training", rows, plans={"50 %": PLAN}, refused={"25 %": "too small"}))
     assert found[target("slowdown-50").what] == [(pytest.approx(1.15), "net, over unlimited")]
     assert found[target("slowdown-25").what] == [(None, "net: refused")]
     assert found[target("prediction-error").what] == [
@@ -197,8 +191,7 @@ def test_the_fastest_allocator_of_the_plain_step_counts() -> None:
         Row("50 %", DIFFERENCE, "ppm", [0.5]),
         *memory("50 %", budget=50.0, predicted=40.0, measured=41.0),
     ]
-    plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.0, "planning_s": 1.0}
-    trained = point("a", "training", rows, plans={"50 %": plan}, refused={"25 %": "too small"})
+    trained = point("a", "training", rows, plans={"50 %": PLAN}, refused={"25 %": "too small"})
     remark = "net, over unlimited, tcmalloc; 1.150 x over unlimited"
     assert lines(trained)[target("slowdown-50").what] == [(pytest.approx(2.3), remark)]
 
@@ -208,11 +201,10 @@ def test_the_best_peer_is_the_fastest_that_fits_in_the_same_bytes() -> None:
     held |= {BY_HAND.format("checkpoint"): (10.0, 50.0), "unlimited, tcmalloc": (1.0, 1.0)}
     rows = [Row(name, STEP, "ms", [ms]) for name, (ms, _) in held.items()]
     rows += [line for name, (_, mib) in held.items() for line in memory(name, measured=mib)]
-    plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.0, "planning_s": 1.0}
     for name, mib in (("50 %", 50.0), ("25 %", 25.0)):
         rows += [Row(name, STEP, "ms", [5.0]), Row(name, DIFFERENCE, "ppm", [0.5])]
         rows += memory(name, budget=mib, predicted=20.0, measured=20.0)
-    found = lines(point("a", "training", rows, plans={"50 %": plan, "25 %": plan}))
+    found = lines(point("a", "training", rows, plans={"50 %": PLAN, "25 %": PLAN}))
     assert found[target("over-best-peer").what] == [
         (2.0, f"net, 50 %: over {BY_HAND.format('checkpoint')}, 50.00 MiB of 50.00 MiB"),
         (None, "net, 25 %: no peer fits"),
@@ -226,8 +218,7 @@ def test_each_technique_alone_is_held_against_figures_13_and_14() -> None:
     cut = point("a", "training", rows, plans={}, **{"ideal peak MiB": 100.0})
     rows = [Row(name, STEP, "ms", [ms]) for name, ms in (("unlimited", 10.0), (FLOOR, 15.0))]
     rows += [Row(FLOOR, DIFFERENCE, "ppm", [0.0]), *memory(FLOOR, budget=50.0, predicted=40.0, measured=40.0)]
-    plan = {"plan": "sub-batch 8", "sub_batch": 8, "predicted_slowdown": 1.0, "planning_s": 1.0}
-    whole = point("b", "training", rows, plans={FLOOR: plan}, **{"ideal peak MiB": 100.0})
+    whole = point("b", "training", rows, plans={FLOOR: {**PLAN, "sub_batch": 8}}, **{"ideal peak MiB": 100.0})
     whole.settings["case"]["network"] = {"sub_batches": False}
     found = lines(cut, whole)
     for name, value, note in (
@@ -241,7 +232,7 @@ def test_each_technique_alone_is_held_against_figures_13_and_14() -> None:
 
 def test_notes_and_figure(tmp_path: Path) -> None:
     """Every run that did not train is told, and so is every plan."""
-    plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.5, "planning_s": 2.0}
+    plan = {**PLAN, "predicted_slowdown": 1.5, "planning_s": 2.0}
     rows = [
         Row("unlimited", STEP, "ms", [10.0]),
         Row("50 %", STEP, "ms", [11.0]),
@@ -276,8 +267,7 @@ def test_notes_and_figure(tmp_path: Path) -> None:
 
 
 def test_a_network_that_trained_nowhere_has_a_line() -> None:
-    refused = point("a", "training", [], plans={}, refused={"50 %": "too small", "25 %": "too small"})
-    found = lines(refused)
+    found = lines(point("a", "training", [], plans={}, refused={"50 %": "too small", "25 %": "too small"}))
     assert found[target("prediction-error").what] == [
         (None, "net: not trained: net at 50 %: refused, net at 25 %: refused")
     ]
@@ -314,8 +304,7 @@ def test_lines_of_random_budgets() -> None:
 
 def test_lines_of_the_smallest_budget() -> None:
     facts = {"ideal peak MiB": 300.0, "plan": "sub-batch 1"}
-    over = point("f", "smallest", memory(FLOOR, budget=10.0, predicted=9.0, measured=12.0), **facts)
-    found = lines(over)
+    found = lines(point("f", "smallest", memory(FLOOR, budget=10.0, predicted=9.0, measured=12.0), **facts))
     ((ratio, remark),) = found[target("smallest-budget").what]
     assert ratio == pytest.approx(25.0), "what it held, not what it was given"
     assert "trained in 10.00 MiB, of which it held 12.00 MiB" in remark
@@ -428,6 +417,7 @@ def test_cases_that_mean_nothing_are_refused() -> None:
         ("BudgetError: a budget of 3 bytes is below", "refused"),
         ("RuntimeError: DefaultCPUAllocator: can't allocate memory", "out of memory"),
         ("the process ended (exit status -9)", "out of memory"),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out of memory"),
         ("ValueError: no such setting", "failed"),
     ],
 )
