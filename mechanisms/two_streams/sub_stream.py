@@ -194,25 +194,31 @@ class DeviceStream:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._side = SideStream(device)
+        self._given_on: set[torch.cuda.Stream] = set()
         self.held_bytes = 0
         """Of jobs that the main stream has not waited for."""
 
     def give(self, job: Job) -> None:
         """Issue it behind everything that the current stream has been given."""
         self.held_bytes += job.size_bytes
+        self._given_on.add(torch.cuda.current_stream(self._device))
         with self._side.after_current(hold=[job.compute]):
             job.run(on_sub_stream=True)
 
     def run_oldest(self) -> bool:
-        """Let the current stream wait for all jobs, whose tensors are free then; False: there is none."""
+        """Let the main stream wait for all jobs, whose tensors are free then; False: there is none."""
         some = self.held_bytes > 0
         self.join()
         return some
 
     def join(self) -> None:
-        """Let the current stream wait for all jobs."""
-        self._side.join()
+        """Let the streams wait that gave jobs, and the current one, which is another one in autograd's thread."""
+        for stream in self._given_on | {torch.cuda.current_stream(self._device)}:
+            with torch.cuda.stream(stream):
+                self._side.join()
+        self._given_on.clear()
         self.held_bytes = 0
 
     drop = close = join

@@ -31,6 +31,9 @@ Compute = Callable[[], Sequence[Tensor | None]]
 class TwoStreams(Protocol):
     """What asks a fusion of each weight gradient that goes to the sub-stream."""
 
+    def begin_pass(self) -> object:
+        """From now on a failure of the backward pass that is under way abandons its updates."""
+
     def leave(self, fusion: SubStreamFusion) -> None:
         """Ask this fusion no more."""
 
@@ -99,6 +102,7 @@ class SubStreamFusion(BackwardFusion):
 
     def on_gradient(self, followed: FusedParameter, parameter: Tensor) -> None:
         if followed not in self._beside:
+            self._two_streams.begin_pass()
             super().on_gradient(followed, parameter)
 
     def compute(self, compute: Compute, parameters: Sequence[Tensor | None], taken: list[FusedParameter]) -> Any:
@@ -136,7 +140,7 @@ class SubStreamFusion(BackwardFusion):
         followed = self._followed.get(parameter)
         if followed is not None:
             self._beside.discard(followed)
-            self.on_gradient(followed, parameter)
+            super().on_gradient(followed, parameter)
 
     def _close(self) -> None:
         super()._close()
@@ -150,6 +154,7 @@ class SubStreamFusion(BackwardFusion):
             self._handles.pop().remove()
 
     def _join(self) -> None:
+        super()._join()
         self._two_streams.end_jobs()
 
     def remove(self) -> None:
