@@ -108,7 +108,7 @@ def test_updates_of_layers_in_order_on_a_third_stream() -> None:
     with simulated_cuda("late") as device:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         two_streams = TwoStreamBackward(model, threads=(1, 1))
-        two_streams.fusion = two_streams.fuse(optimizer, side_stream=True)
+        two_streams.fusion = two_streams.fuse(optimizer, side_stream=True, bucket_bytes=1)
         two_streams.fusion.complete_in_step()
         train(model, optimizer)
         two_streams.remove()
