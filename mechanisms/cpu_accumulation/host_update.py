@@ -132,9 +132,6 @@ def _number(tensor: Tensor, step: int) -> Any:
     return tensor.detach()[tuple(reversed(index))].item()
 
 
-# What a rank updated for its machine, and what state it holds for that.
-
-
 @dataclass(frozen=True)
 class HostUpdateReport(Report):
     """Counts of one rank.
@@ -169,9 +166,6 @@ class HostUpdateReport(Report):
     def what_was_measured(self) -> list[str]:
         mine, whole = show_bytes(self.state_bytes), show_bytes(self.whole_state_bytes)
         return [f"optimizer state on this rank: {mine}, where plain ddp holds {whole}"]
-
-
-# Who updates what.
 
 
 class Shares:
@@ -446,7 +440,7 @@ class HostUpdate:
         return loss
 
     def _step_share(self, stepped: list[Tensor]) -> None:
-        for parameter in self._shares.give_out(stepped):
+        for parameter in (new := self._shares.give_out(stepped)):
             if not self._is_here(parameter):
                 self._optimizer.state.pop(parameter, None)
         others = [(one, one.grad) for one in stepped if not self._is_here(one)]
@@ -457,6 +451,8 @@ class HostUpdate:
         finally:
             for parameter, gradient in others:
                 parameter.grad = gradient
+        if new and (reason := next(filter(None, exchanged(self._why_not_sent(), self._ranks)), None)) is not None:
+            raise RuntimeError(f"{reason}: leave out update_on_host")
         with torch.no_grad():
             for rank in range(self._ranks.ranks):
                 broadcast([one for one in stepped if self._shares.owner(one) == rank], rank, self._ranks)
@@ -564,6 +560,15 @@ class HostUpdate:
                 "this rank has a part of the optimizer's state only, as the ranks of the machine divide the update: "
                 "call Trainer.save_checkpoint() (or HostUpdate.state_dict()) on all ranks"
             )
+
+    def _why_not_sent(self) -> str | None:
+        """Why no other rank could take over the state that this one has."""
+        try:
+            for state in self._shared_part().values():
+                pickle.dumps(tree_map(_described, state))
+        except Exception as error:  # a value's own, when it is pickled
+            return f"{type(self._optimizer).__name__} keeps state that cannot be sent to other ranks ({error})"
+        return None
 
     def _refuse_copies(self) -> Any:
         self._refuse_part()

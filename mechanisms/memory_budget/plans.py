@@ -93,8 +93,6 @@ def _watched_process() -> PeakWatch | None:
         return None
 
 
-# What plans go by of one batch, found out once and passed along.
-
 Key = tuple[Any, ...]
 
 
@@ -120,8 +118,6 @@ class BatchRecord:
         alike = self.samples <= samples and len(self.sizes) == len(sizes)
         return alike and all(one <= other for one, other in zip(self.sizes, sizes, strict=True))
 
-
-# The plans that batches run under, by what they were made for.
 
 MOST_PLANS = 128
 """So many plans are kept, those used last."""
@@ -314,7 +310,7 @@ class BatchPlans:
         is_decided = self.book.find(record) is not None or (self.book and self.options.on_shape_change == "error")
         if is_decided or self._given is not None:
             return self.plan(step, record)
-        shape = self.first.planned(record.key, lambda: self.memory.needed_bytes(record.batch))
+        shape = self.first.planned(record, lambda: self.memory.needed_bytes(record.batch))
         if shape is not None:
             self._offloads.forget(everything(shape.samples))
             return self.keep(record, shape)

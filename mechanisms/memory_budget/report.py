@@ -296,6 +296,8 @@ class GraphPaths:
 
     def run(self, step: Callable[[Any], Any], part: Any) -> Any:
         """A sub-batch's forward pass, whose path is seen; returns what the step returns."""
+        if self.many:  # none is examined any more, and a path a step would fill the memory
+            return step(part)
         compared = Compared() if self._constants else None
         with compared or nullcontext():
             output = step(part)
@@ -304,7 +306,7 @@ class GraphPaths:
             path = hash((path, frozenset(compared.constants)))
         if path not in self._known:
             self._known.add(path)
-            new = not self._first and not self.many
+            new = not self._first
             self.new |= new
             self.new_at_once = new and not self._passes
         self._passes += 1

@@ -451,27 +451,35 @@ class TwoStreamBackward:
         self._hooked.pop(layer, None)
         if layer.is_new:
             return False
-        sub, now, backward = self._sub, self._now, graph_task_id()
+        sub, now = self._sub, self._now
         if sub is None or now is None:
             return False
-        if backward not in self._waiting:
-            self._waiting[backward] = []
-            queue_callback(_End(partial(self._finish, backward), partial(self._fail, backward)))
-            self._set_threads(now.main_threads)
-            if self._profile is not None:
-                self._profile.begin_backward()
+        waiting = self.begin_pass()
+        self._set_threads(now.main_threads)
         if self._profile is not None:
             self._profile.want(layer)
             return False
         before = [(p, p.grad, -1 if p.grad is None else version_of(p.grad)) for p in parameters if p is not None]
         one = _Waiting(layer, parameters, Job(compute, size_bytes), before)
         self._put_updates_behind(one, compute)
-        self._waiting[backward].append(one)
+        waiting.append(one)
         sub.give(one.job)
         while self._most_bytes is not None and sub.held_bytes > self._most_bytes and sub.run_oldest():
             pass
         self._held_bytes = max(self._held_bytes, sub.held_bytes)
         return True
+
+    def begin_pass(self) -> list[_Waiting]:
+        """Return what waits in the backward pass that is under way, of whose end or failure this hears from now on."""
+        backward = graph_task_id()
+        if backward not in self._waiting:
+            self._waiting[backward] = []
+            only_updates = partial(self._waiting.pop, backward, None)
+            finish = only_updates if self._sub is None else partial(self._finish, backward)
+            queue_callback(_End(finish, partial(self._fail, backward)))
+            if self._profile is not None:
+                self._profile.begin_backward()
+        return self._waiting[backward]
 
     def _put_updates_behind(self, one: _Waiting, compute: Callable[[], tuple[Tensor | None, Tensor | None]]) -> None:
         for fusion in self._fusions:
@@ -514,7 +522,7 @@ class TwoStreamBackward:
         """The backward pass has failed, and its exception is on its way: nothing of it runs on behind that."""
         if self._waiting.keys() - {backward}:  # it was one inside of another, which may go on
             self._waiting.pop(backward, None)
-        elif not has_streams(self._device):  # on CUDA all is issued, and this may be autograd's thread
+        else:
             self.end_jobs()
 
     def _hand_on(self, waiting: list[_Waiting]) -> None:
@@ -554,7 +562,7 @@ class TwoStreamBackward:
             if self._sub is not None:
                 self._sub.drop()
         finally:  # Ctrl-C may end the wait
-            if self._now is not None:
+            if self._sub is not None and self._now is not None:
                 self._set_threads(self._now.forward_threads)
             self._abandon_updates()
 
@@ -571,7 +579,7 @@ class _End:
         fail: called in its place, before the exception leaves ``backward()``.
     """
 
-    def __init__(self, finish: Callable[[], None], fail: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], object], fail: Callable[[], None]) -> None:
         self._finish = finish
         self._fail: Callable[[], None] | None = fail
 

@@ -210,25 +210,31 @@ class DeviceStream:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._side = SideStream(device)
+        self._given_on: set[torch.cuda.Stream] = set()
         self.held_bytes = 0
         """Of jobs that the main stream has not waited for."""
 
     def give(self, job: Job) -> None:
         """Issue it behind everything that the current stream has been given."""
         self.held_bytes += job.size_bytes
+        self._given_on.add(torch.cuda.current_stream(self._device))
         with self._side.after_current(hold=[job.compute]):
             job.run(on_sub_stream=True)
 
     def run_oldest(self) -> bool:
-        """Let the current stream wait for all jobs, whose tensors are free then; False: there is none."""
+        """Let the main stream wait for all jobs, whose tensors are free then; False: there is none."""
         some = self.held_bytes > 0
         self.join()
         return some
 
     def join(self) -> None:
-        """Let the current stream wait for all jobs."""
-        self._side.join()
+        """Let the streams wait that gave jobs, and the current one, which is another one in autograd's thread."""
+        for stream in self._given_on | {torch.cuda.current_stream(self._device)}:
+            with torch.cuda.stream(stream):
+                self._side.join()
+        self._given_on.clear()
         self.held_bytes = 0
 
     drop = close = join
@@ -247,6 +253,9 @@ def sub_stream_of(device: torch.device, threads: int) -> SubStream:
 
 class TwoStreams(Protocol):
     """What asks a fusion of each weight gradient that goes to the sub-stream."""
+
+    def begin_pass(self) -> object:
+        """From now on a failure of the backward pass that is under way abandons its updates."""
 
     def leave(self, fusion: SubStreamFusion) -> None:
         """Ask this fusion no more."""
@@ -316,6 +325,7 @@ class SubStreamFusion(BackwardFusion):
 
     def on_gradient(self, followed: FusedParameter, parameter: Tensor) -> None:
         if followed not in self._beside:
+            self._two_streams.begin_pass()
             super().on_gradient(followed, parameter)
 
     def compute(self, compute: Compute, parameters: Sequence[Tensor | None], taken: list[FusedParameter]) -> Any:
@@ -353,7 +363,7 @@ class SubStreamFusion(BackwardFusion):
         followed = self._followed.get(parameter)
         if followed is not None:
             self._beside.discard(followed)
-            self.on_gradient(followed, parameter)
+            super().on_gradient(followed, parameter)
 
     def _close(self) -> None:
         super()._close()
@@ -367,6 +377,7 @@ class SubStreamFusion(BackwardFusion):
             self._handles.pop().remove()
 
     def _join(self) -> None:
+        super()._join()
         self._two_streams.end_jobs()
 
     def remove(self) -> None:

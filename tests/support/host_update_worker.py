@@ -1,13 +1,13 @@
 """One rank of cpu_accumulation/host_update/test_host_update.py: `python host_update_worker.py CHECK...`."""
 
 import copy
-import io
 import os
 import pickle
 import signal
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -84,16 +84,18 @@ class Run:
             self.optimizer.step()
             self.done += 1
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         if self.update is not None:
-            self.update.remove()
+            self.update.remove(failed=failed)
         self.reduction.close()
 
 
-def bits(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(plain(value), buffer)
-    return buffer.getvalue()
+def pair(make: Make, steps: int) -> tuple[Run, Run]:
+    """One whose updates are divided and one whose are not, after as many steps."""
+    runs = Run(make, divided=True), Run(make, divided=False)
+    for run in runs:
+        run.train(steps)
+    return runs
 
 
 def plain(value: Any) -> Any:
@@ -112,6 +114,14 @@ def assert_same(ours: Run, theirs: Run) -> None:
 
 def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert plain(ours) == plain(theirs), "another state"
+
+
+def end(ours: Run, theirs: Run) -> None:
+    """They have the same weights, and the same state as soon as it is whole."""
+    assert_same(ours, theirs)
+    ours.close()
+    assert_same_state(ours.optimizer.state_dict(), theirs.optimizer.state_dict())
+    theirs.close()
 
 
 def held(optimizer: Optimizer) -> int:
@@ -142,9 +152,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 def optimizers() -> None:
     for name, make in OPTIMIZERS.items():
-        ours, theirs = Run(make, divided=True), Run(make, divided=False)
-        for run in (ours, theirs):
-            run.train(4)
+        ours, theirs = pair(make, 4)
         assert_same(ours, theirs)
         whole = held(theirs.optimizer)
         parts = over_ranks(held(ours.optimizer))
@@ -169,9 +177,7 @@ def optimizers() -> None:
 
 def two_machines() -> None:
     with patch.object(sums, "machine", lambda: f"host {RANK % 2}"):
-        ours, theirs = Run(adamw, divided=True), Run(adamw, divided=False)
-    for run in (ours, theirs):
-        run.train(3)
+        ours, theirs = pair(adamw, 3)
     assert_same(ours, theirs)
     parts = over_ranks(held(ours.optimizer))
     assert parts[0] + parts[2] == parts[1] + parts[3] == held(theirs.optimizer)
@@ -179,15 +185,11 @@ def two_machines() -> None:
     state = ours.update.state_dict()
     if RANK == 0:
         assert_same_state(state, theirs.optimizer.state_dict())
-    ours.close()
-    assert_same_state(ours.optimizer.state_dict(), theirs.optimizer.state_dict())
-    theirs.close()
+    end(ours, theirs)
 
 
 def states_are_whole_and_come_back() -> None:
-    ours, theirs = Run(adamw, divided=True), Run(adamw, divided=False)
-    for run in (ours, theirs):
-        run.train(2)
+    ours, theirs = pair(adamw, 2)
     assert ours.update is not None
     state = ours.update.state_dict()
     if RANK == 0:
@@ -205,12 +207,9 @@ def states_are_whole_and_come_back() -> None:
     for run in (ours, theirs):
         run.optimizer.load_state_dict(copy.deepcopy(early))
         run.train(2)
-    assert_same(ours, theirs)
     assert sum(over_ranks(held(ours.optimizer))) == held(theirs.optimizer)
-    ours.close()
-    assert_same_state(ours.optimizer.state_dict(), theirs.optimizer.state_dict())
+    end(ours, theirs)
     copy.deepcopy(ours.optimizer)
-    theirs.close()
 
 
 def state_from_before() -> None:
@@ -221,10 +220,8 @@ def state_from_before() -> None:
     ours.update = HostUpdate(ours.optimizer, ours.reduction.parameters)
     for run in (ours, theirs):
         run.train(2)
-    assert_same(ours, theirs)
     assert sum(over_ranks(held(ours.optimizer))) == held(theirs.optimizer)
-    ours.close()
-    theirs.close()
+    end(ours, theirs)
 
 
 def parameters_change() -> None:
@@ -251,15 +248,12 @@ def parameters_change() -> None:
         mine.grad = torch.full((30,), RANK + 1.0)
         run.model(inputs(run.done)).backward()
         run.optimizer.step()
-    assert_same(ours, theirs)
     assert plain(own[0]) == plain(own[1])
-    ours.close()
-    assert_same_state(ours.optimizer.state_dict(), theirs.optimizer.state_dict())
-    theirs.close()
+    end(ours, theirs)
 
 
 def closures() -> None:
-    ours, theirs = Run(adamw, divided=True), Run(adamw, divided=False)
+    ours, theirs = pair(adamw, 0)
 
     def run_closure(run: Run) -> float:
         def closure() -> Tensor:
@@ -271,9 +265,7 @@ def closures() -> None:
         return float(run.optimizer.step(closure).detach())  # type: ignore[arg-type, union-attr]
 
     assert run_closure(ours) == run_closure(theirs)
-    assert_same(ours, theirs)
-    ours.close()
-    theirs.close()
+    end(ours, theirs)
 
 
 def backward_through_old_weights() -> None:
@@ -293,16 +285,14 @@ def gradients_that_differ() -> None:
         ours.model(inputs(0)).backward()
     with pytest.raises(RuntimeError, match="the ranks have different gradients, or weights"):
         ours.optimizer.step()
-    ours.update.remove(failed=True)  # type: ignore[union-attr]
-    ours.reduction.close()
+    ours.close(failed=True)
     ours = Run(adamw, divided=True)
     ours.model(inputs(0)).backward()
     if RANK == 1:
         ours.net.large.bias.grad = None
     with pytest.raises(RuntimeError, match="gradients of different parameters"):
         ours.optimizer.step()
-    ours.update.remove(failed=True)  # type: ignore[union-attr]
-    ours.reduction.close()
+    ours.close(failed=True)
 
 
 def weights_that_differ() -> None:
@@ -317,15 +307,12 @@ def weights_that_differ() -> None:
         ours.model(inputs(0)).backward()
         with pytest.raises(RuntimeError, match=r"the ranks have different (gradients, or )?weights"):
             ours.optimizer.step()
-        ours.update.remove(failed=True)  # type: ignore[union-attr]
-        ours.reduction.close()
+        ours.close(failed=True)
 
 
 def hooks_that_come_later() -> None:
     """On one rank is enough: all of them step whole from then on."""
-    ours, theirs = Run(adamw, divided=True), Run(adamw, divided=False)
-    for run in (ours, theirs):
-        run.train(2)
+    ours, theirs = pair(adamw, 2)
     seen: list[int] = []
     if RANK == 1:
         ours.optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(held(optimizer)))
@@ -337,11 +324,8 @@ def hooks_that_come_later() -> None:
     assert len(said) == (RANK == 0)
     assert all("no effect from here on: AdamW has step hooks" in text for text in said)
     assert seen == ([held(theirs.optimizer)] * 2 if RANK == 1 else [])
-    assert_same(ours, theirs)
-    assert_same_state(ours.optimizer.state_dict(), theirs.optimizer.state_dict())
     assert "step hooks" in str(ours.update.report())  # type: ignore[union-attr]
-    ours.close()
-    theirs.close()
+    end(ours, theirs)
 
 
 def optimizers_that_stay_whole() -> None:
@@ -422,14 +406,20 @@ def one_rank_goes_on() -> None:
     else:
         with pytest.raises(RuntimeError, match="rank 1 failed; see its own error"):
             ours.optimizer.step()
-        ours.update.remove(failed=True)  # type: ignore[union-attr]
-    ours.reduction.close()
+        ours.close(failed=True)
+
+
+def state_that_cannot_be_sent() -> None:
+    """On the one rank that updates the parameter."""
+    ours = Run(lambda parameters: torch.optim.SGD(parameters, lr=1e-2), divided=True)
+    ours.optimizer.state[ours.net.large.weight]["counts"] = defaultdict(lambda: 0)
+    with pytest.raises(RuntimeError, match=r"^SGD keeps state that cannot be sent .*lambda.*: leave out update"):
+        ours.train(1)
+    ours.close(failed=True)
 
 
 def all_ranks_fail() -> None:
-    ours, theirs = Run(adamw, divided=True), Run(adamw, divided=False)
-    for run in (ours, theirs):
-        run.train(2)
+    ours, theirs = pair(adamw, 2)
     ours.update.remove(failed=True)  # type: ignore[union-attr]
     assert_same_state(ours.optimizer.state_dict(), theirs.optimizer.state_dict())
     ours.reduction.close()
@@ -452,10 +442,8 @@ def resumes(path: str) -> None:
         run.net.load_state_dict(saved["model"])
         run.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         run.train(2)
-    assert_same(ours, theirs)
     assert sum(over_ranks(held(ours.optimizer))) == held(theirs.optimizer)
-    ours.close()
-    theirs.close()
+    end(ours, theirs)
 
 
 class Net(LightningModule):

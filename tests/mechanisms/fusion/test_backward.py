@@ -1,6 +1,7 @@
 """Backward fusion: uses are counted, gradients are freed and guarded, nothing is left behind."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from retime import NoEffectWarning, fuse_optimizer
 from retime.foundations.lazy_updates.optimizers import is_the_same_here
 from retime.mechanisms.fusion import BackwardFusion
 from retime.mechanisms.fusion.backward import GradientGuard
-from support.fusion import adamw, assert_same, batches, both, network, train
+from support.failing import FailsBackward
+from support.fusion import MakeOptimizer, adamw, assert_same, batches, both, network, train
 
 
 def test_updates_run_inside_backward_and_gradients_are_gone() -> None:
@@ -110,6 +112,27 @@ def test_more_backward_passes_than_before_raise_until_marked() -> None:
     assert all(isinstance(p.grad, GradientGuard) for p in model.parameters())
     optimizer.step()
     fusion.remove()
+
+
+def test_the_next_backward_names_abandon_step() -> None:
+    first, last = nn.Linear(3, 3), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], 0.1)
+    fusion = fuse_optimizer(nn.Sequential(first, last), optimizer, mode="backward", backward_passes=1)
+
+    def step(fails: bool = False) -> None:
+        optimizer.zero_grad()
+        hidden = first(torch.ones(2, 3))
+        last(FailsBackward.apply(hidden) if fails else hidden).sum().backward()
+        optimizer.step()
+
+    step()
+    with pytest.raises(ArithmeticError):
+        step(fails=True)
+    with pytest.raises(RuntimeError, match=r"after an exception inside a backward\(\), call `fusion.abandon_step\(\)`"):
+        step()
+    fusion.abandon_step()
+    step()
+    assert fusion.report().steps == 2
 
 
 def _checkpointed(reentrant: bool) -> Any:
@@ -250,14 +273,59 @@ def test_reading_a_used_gradient_raises_and_says_what_to_do() -> None:
     fusion.remove()
 
 
-@pytest.mark.parametrize("mode", ["backward", "forward"])
-def test_zero_grad_may_keep_zeros_instead_of_none(mode: str) -> None:
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, i: int) -> None:
-        optimizer.zero_grad(set_to_none=False)
-        model(x).square().mean().backward()
-        optimizer.step()
+# ``zero_grad(set_to_none=False)``: zeros are gradients, which move what nothing used.
 
-    assert both(mode, step=step, steps=5).fused_updates > 0
+
+class Branches(nn.Module):
+    """The second branch is used in every third step only, the third never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.first(x).relu()
+        return self.second(y) if self.calls % 3 == 1 else y
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "single": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+}
+
+
+def twice(model: nn.Module, x: Tensor) -> Tensor:
+    """A step of two backward passes."""
+    model(x[:2]).square().mean().backward()
+    return model(x[2:]).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_zeros_update_parameters_without_a_gradient(name: str, passes: int, mode: str) -> None:
+    loss: Callable[[nn.Module, Tensor], Tensor] = (lambda m, x: m(x).square().mean()) if passes == 1 else twice
+    report = both(mode, OPTIMIZERS[name], make=Branches, loss=loss, set_to_none=False)
+    assert report.fused_updates > 0 or mode == "forward"
+
+
+def test_zeros_of_a_sparse_gradient_are_sparse() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x.abs().long().flatten()).square().mean()  # type: ignore[no-any-return]
+
+    def embedding() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Embedding(16, 4, sparse=True)
+
+    def sparse_adam(parameters: Any) -> Optimizer:
+        return torch.optim.SparseAdam(list(parameters), lr=0.1)
+
+    assert both("backward", sparse_adam, make=embedding, loss=loss, set_to_none=False).fused_updates > 0
 
 
 def test_guards_move_with_the_model() -> None:

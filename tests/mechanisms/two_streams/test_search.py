@@ -131,13 +131,6 @@ def test_a_second_look_needs_every_round_to_remove_two_streams() -> None:
     assert tried.second_look() == PLAIN
 
 
-def test_a_gain_of_less_than_a_hundredth_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(monkeypatch, lambda setting: 1.0 if setting == PLAIN else 0.995)
-    with pytest.warns(NoEffectWarning, match="plain with 2 threads is as fast"):
-        loop.steps(40)
-    loop.two_streams.remove()
-
-
 def test_that_sums_may_round_otherwise_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(monkeypatch, lambda setting: 1.0)
     with pytest.warns(DifferenceWarning, match=r"threads=\(2, 2\) keeps them"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.mechanisms.two_streams.sub_stream import DeviceStream
+from support.failing import FailsBackward
 from support.simulated_cuda import ORDERS, simulated_cuda
 
 STEPS = 4
@@ -72,6 +74,45 @@ def test_updates_behind_the_weight_gradients(order: str, options: dict[str, obje
     assert faults == []
     assert all(torch.equal(one, other) for one, other in zip(plain, weights, strict=True))
     assert two_streams.report().updates == 7 * (STEPS - 1)
+
+
+class FailsElsewhere(FailsBackward):
+    """Fails, and leaves another stream current than the one that it ran on, as autograd's thread does."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        return FailsBackward.backward(ctx, gradient)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_what_a_failed_backward_pass_has_issued_is_waited_for(fuse: bool) -> None:
+    model = network()
+    with simulated_cuda("late") as device:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        two_streams = TwoStreamBackward(model, threads=(1, 1), optimizer=optimizer if fuse else None)
+        train(model, optimizer, 2)
+        given = FailsElsewhere.apply(model[:6](torch.ones(3, 2, 8, 8)))  # type: ignore[index, no-untyped-call]
+        with pytest.raises(ArithmeticError, match="in the middle"):
+            model[6:](given).sum().backward()  # type: ignore[index]
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        with torch.no_grad():
+            for written in (given, *model.parameters()):
+                written.zero_()
+        two_streams.remove()
+        assert device.faults == []
+
+
+def test_updates_of_layers_in_order_on_a_third_stream() -> None:
+    model = network()
+    with simulated_cuda("late") as device:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        two_streams = TwoStreamBackward(model, threads=(1, 1))
+        two_streams.fusion = two_streams.fuse(optimizer, side_stream=True, bucket_bytes=1)
+        two_streams.fusion.complete_in_step()
+        train(model, optimizer)
+        two_streams.remove()
+        assert device.faults == []
 
 
 def test_an_update_before_the_output_gradient_has_read_the_weight_is_found() -> None:

@@ -301,16 +301,12 @@ class FailsBeside(SGD):
     fails = False
     failed = threading.Event()
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         if FailsBeside.fails and threading.current_thread().name == "retime sub-stream":
             FailsBeside.fails = False
             FailsBeside.failed.set()
             raise ArithmeticError("in an update")
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"])
+        super().step(closure)
 
 
 def test_an_update_that_fails_on_the_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,14 +397,24 @@ class TriesAPassOfItsOwn(torch.autograd.Function):
         return gradient
 
 
-def test_a_failed_pass_inside_of_another_takes_nothing_from_it() -> None:
+@pytest.mark.parametrize("in_a_job", [False, True])
+def test_a_failed_pass_inside_of_another_takes_nothing_from_it(in_a_job: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_fails, inside, compute = False, torch.ones(2, 5, requires_grad=True), LinearKernels.weight_gradients
+
+    def weight_gradients(kernels: LinearKernels, gradient: Tensor, x: Tensor, *rest: Any) -> Any:
+        if job_fails and x.shape[1] == 5:
+            raise ArithmeticError("in the middle of a job")
+        return compute(kernels, gradient, x, *rest)
+
+    monkeypatch.setattr(LinearKernels, "weight_gradients", weight_gradients)
+
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.outer, self.inner = network(), nn.Linear(5, 5)
 
         def forward(self, x: Tensor) -> Tensor:
-            own = self.inner(FailsBackward.apply(torch.ones(2, 5, requires_grad=True))).sum()
+            own = self.inner(inside if job_fails else FailsBackward.apply(inside)).sum()
             TriesAPassOfItsOwn.own_pass = own.backward
             return self.outer[4:](TriesAPassOfItsOwn.apply(self.outer[:4](x)))  # type: ignore[no-any-return]
 
@@ -417,8 +423,10 @@ def test_a_failed_pass_inside_of_another_takes_nothing_from_it() -> None:
         torch.manual_seed(0)
         model = Both()
         optimizer = SGD(model.outer.parameters(), 0.1)
-        two_streams = TwoStreamBackward(model, threads=(1, 1)) if ours else None
+        fused = optimizer if in_a_job else None
+        two_streams = TwoStreamBackward(model, optimizer=fused, threads=(1, 1)) if ours else None
         for index, x in enumerate(inputs()):
+            job_fails = ours and in_a_job and index > 0
             plain_step(model, optimizer, x, index, two_streams)
         if two_streams is not None:
             assert two_streams.report().layers
@@ -463,7 +471,10 @@ def test_nothing_is_left() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the search of two streams", "ignore:two streams do not pay")
-def test_where_two_streams_are_taken_off_updates_run_as_in_backward_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_where_two_streams_are_taken_off_updates_run_as_in_backward_fusion(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from retime.mechanisms.two_streams import search
 
     monkeypatch.setattr(search, "LEAST_GAIN", 1e9)
@@ -472,7 +483,11 @@ def test_where_two_streams_are_taken_off_updates_run_as_in_backward_fusion(monke
     model = network()
     optimizer = SGD(model.parameters(), 0.01)
     two_streams = TwoStreamBackward(model, optimizer=optimizer)
-    for x in inputs(40):
+    for index, x in enumerate(inputs(40)):
+        if fails and index % 5 == 4:  # in each block of the search, and behind it
+            with pytest.raises(ArithmeticError, match="in the middle"):
+                model[4:](FailsBackward.apply(model[:4](x))).square().mean().backward()  # type: ignore[index]
+            model.zero_grad()
         plain_step(model, optimizer, x, 0, two_streams)
     report = two_streams.report()
     two_streams.remove()
@@ -481,6 +496,8 @@ def test_where_two_streams_are_taken_off_updates_run_as_in_backward_fusion(monke
     assert report.fusion is not None
     assert report.fusion.steps == 40
     assert report.fusion.fused_updates > report.updates > 0
+    if fails:
+        return
     plain = network()
     optimizer = SGD(plain.parameters(), 0.01)
     for x in inputs(40):

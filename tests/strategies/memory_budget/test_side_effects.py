@@ -97,27 +97,43 @@ def test_a_first_step_that_may_not_fit_is_stopped_and_runs_again(
     assert_close(plain, ours, 0)
 
 
-def test_a_bare_loop_is_stopped_as_well(offloads: None) -> None:
-    model = nn.Linear(16, 16)
-    said: list[str] = []
-    calls: list[int] = []
-    step = BudgetedStep(model, [torch.optim.SGD(model.parameters(), 0.1)], 500_000, HostMemory("cpu"), say=said.append)
+class BareLoop:
+    """Notes how many samples the step was called with."""
 
-    def loss(batch: Tensor) -> Tensor:
-        calls.append(len(batch))
-        hidden = batch
+    def __init__(self, **options: Any) -> None:
+        self.model, self.calls = nn.Linear(16, 16), list[int]()
+        optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.step = BudgetedStep(self.model, [optimizer], 500_000, HostMemory("cpu"), **options)
+
+    def run(self, samples: int) -> None:
+        self.step.run(self._loss, torch.ones(samples, 16))
+
+    def _loss(self, hidden: Tensor) -> Tensor:
+        self.calls.append(len(hidden))
         for _ in range(100):
-            hidden = model(hidden).tanh()
+            hidden = self.model(hidden).tanh()
         return hidden.mean()
 
-    step.run(loss, torch.ones(4, 16))
+
+def test_a_larger_batch_behind_a_first_one_is_not_run_dry() -> None:
+    loop = BareLoop(dry_run="off")
+    for samples in (32, 64, 64, 32):
+        loop.run(samples)
+    assert loop.calls == [32, 64, 64, 32]
+    loop.step.remove()
+
+
+def test_a_bare_loop_is_stopped_as_well(offloads: None) -> None:
+    said: list[str] = []
+    loop = BareLoop(say=said.append)
+    loop.run(4)
     assert said[-1] == "batch of 4 fits; counted while the first step was trained, without a dry run"
-    assert calls == [4]
-    step.run(loss, torch.ones(64, 16))  # a larger batch is a first one again
+    assert loop.calls == [4]
+    loop.run(64)  # a larger batch is a first one again
     assert any("was stopped" in line for line in said)
     assert any("call the step more often than training does" in line for line in said)
-    assert step.report().steps == 2
-    step.remove()
+    assert loop.step.report().steps == 2
+    loop.step.remove()
 
 
 class Counting(Net):

@@ -22,6 +22,7 @@ CHECKS = [
     *("optimizers", "state_from_before", "parameters_change", "closures", "backward_through_old_weights"),
     *("states_are_whole_and_come_back", "all_ranks_fail", "gradients_that_differ", "weights_that_differ"),
     *("hooks_that_come_later", "optimizers_that_stay_whole", "exception_in_a_step", "one_rank_goes_on"),
+    "state_that_cannot_be_sent",
 ]
 
 

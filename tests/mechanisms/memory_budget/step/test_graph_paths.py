@@ -172,6 +172,8 @@ def test_paths_that_change_with_every_batch_are_warned_of_once(trained: Any) -> 
     with pytest.warns(DifferenceWarning, match="another path through the model from batch to batch. 4 were") as caught:
         train()
     assert len(caught) == 1
+    (entry,) = ours.budget._plans.book._entries.values()
+    assert len(entry.paths._known) == 4
 
 
 def cut(batch: Any, size: int) -> list[Any]:
