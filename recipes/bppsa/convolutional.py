@@ -7,16 +7,13 @@ static analysis. `convolutional_jacobians` has Table 1 and Figure 5.
 
 import copy
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import islice
+from itertools import product
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from retime.foundations.measure import spread
 from retime.mechanisms.scan import (
@@ -30,13 +27,13 @@ from retime.mechanisms.scan import (
 )
 from retime.modules.scan_sequential import ScanSequential
 from retime.recipes.bppsa.settings import ConvolutionalSettings, claim
+from retime.recipes.bppsa.training import Batch, accuracy, batches, test_split, train
 from retime.recipes.core import charts
-from retime.recipes.core.build import build, build_model, build_optimizer, loss_of
+from retime.recipes.core.build import build, build_model, loss_of
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
 
-Batch = tuple[Tensor, Tensor]
 PLAIN, MOVED = "back-propagation", "back-propagation from weights moved by rounding"
 CLOSE_NATS = 1e-9
 """In float64 the curves lie on each other: no loss differs by more."""
@@ -67,16 +64,23 @@ class Convergence(Recipe[ConvolutionalSettings]):
     def measure(self, settings: ConvolutionalSettings, at: dict[str, Any], tick: Tick) -> Measured:
         device, dtype = torch.device(settings.hardware.device), getattr(torch, at["precision"])
         start = chain_of(settings, device)
-        inputs, targets = collated(build(settings.data, split="val"), device)
+        inputs, targets = test_split(settings, device)
+        test, data = (inputs.to(dtype), targets), build(settings.data)
+        first = next(batches(data, settings.batch_size, settings.seed, device))
         rows: list[Row] = []
-        facts: dict[str, Any] = {"data": build(settings.data).name, "batch size": settings.batch_size}
+        facts: dict[str, Any] = {"data": data.name, "batch size": settings.batch_size}
         facts["relative difference of the first gradient, float64"] = {
-            scan_name(levels): first_difference(start, next(batches(settings, device)), levels)
-            for levels in settings.levels
+            scan_name(levels): first_difference(start, first, levels) for levels in settings.levels
         }
         for name, model in variants(start.to(dtype), settings.levels).items():
             started = time.perf_counter()
-            train_losses, test_losses = train(model, settings, (inputs.to(dtype), targets), partial(tick, name))
+            train_losses: list[float] = []
+            test_losses = [test_loss(model, test)]
+            for number, loss in enumerate(train(model, settings, settings.steps), 1):
+                train_losses.append(float(loss))
+                if number % settings.evaluate_every == 0:
+                    test_losses.append(test_loss(model, test))
+                tick(name)
             facts[f"{name}: seconds of training"] = round(time.perf_counter() - started, 2)
             rows.append(Row(name, "training loss", "nats", train_losses))
             rows.append(Row(name, "test loss", "nats", test_losses))
@@ -86,25 +90,19 @@ class Convergence(Recipe[ConvolutionalSettings]):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
-        for point in result.points:
-            if point.at["precision"] != "float64":
-                continue
-            for name in scans(point):
-                for quantity in ("training loss", "test loss"):
-                    most = max(differences(point, name, quantity)) / FEMTO
-                    what = f"float64: most that the {quantity} differs, {name}"
-                    target = Target(what, "1e-15 nats", CLOSE_NATS / FEMTO, at_most=True)
-                    lines.append(Comparison(target, spread([most])))
+        for point in (point for point in result.points if point.at["precision"] == "float64"):
+            for name, quantity in product(scans(point), ("training loss", "test loss")):
+                what = f"float64: most that the {quantity} differs, {name}"
+                target = Target(what, "1e-15 nats", CLOSE_NATS / FEMTO, at_most=True)
+                lines.append(Comparison(target, spread([max(differences(point, name, quantity)) / FEMTO])))
         return lines
 
     def notes(self, result: Result) -> list[str]:
         lines = []
         for point in result.points:
             losses, tests = point.values(PLAIN, "training loss"), point.values(PLAIN, "test loss")
-            most = ", ".join(
-                f"{name} {max(differences(point, name, 'training loss')):.1e}" for name in (*scans(point), MOVED)
-            )
-            first = point.facts["relative difference of the first gradient, float64"]
+            names, first = (*scans(point), MOVED), point.facts["relative difference of the first gradient, float64"]
+            most = ", ".join(f"{name} {max(differences(point, name, 'training loss')):.1e}" for name in names)
             lines.append(
                 f"{point.at['precision']}, {point.facts['data']}: training loss {losses[0]:.3f} at the first step, "
                 f"{losses[-1]:.3f} after {len(losses)}; test loss {tests[0]:.3f} and {tests[-1]:.3f}. Most that a "
@@ -123,9 +121,8 @@ class Convergence(Recipe[ConvolutionalSettings]):
 
     def draw(self, result: Result, path: Path) -> None:
         first = result.points[0]
-        drawing, panels = charts.panels(
-            titled(result, first.facts["data"]), 1 + len(result.points), width=4.5 + 4.5 * len(result.points)
-        )
+        count = 1 + len(result.points)
+        drawing, panels = charts.panels(titled(result, first.facts["data"]), count, width=4.5 * count)
         names = [PLAIN, *scans(first)]
         for axes, point in zip(panels, result.points, strict=False):
             every = point.settings["evaluate_every"]
@@ -185,44 +182,6 @@ def variants(start: nn.Sequential, levels: list[int | None]) -> dict[str, nn.Mod
     return found
 
 
-def collated(data: Any, device: torch.device) -> Batch:
-    """All of a data set as one batch."""
-    inputs, targets = default_collate([data[number] for number in range(len(data))])
-    return inputs.to(device), targets.to(device)
-
-
-def batches(settings: ConvolutionalSettings, device: torch.device) -> Iterator[Batch]:
-    """Batches without end, in an order that depends on the seed alone; the last part of an epoch is left out."""
-    data = build(settings.data)
-    if len(data) < settings.batch_size:
-        raise ValueError(f"batch_size={settings.batch_size}, but the data set has {len(data)} examples")
-    random = torch.Generator().manual_seed(settings.seed)
-    while True:
-        order = torch.randperm(len(data), generator=random)
-        for rows in torch.split(order, settings.batch_size)[: len(data) // settings.batch_size]:
-            inputs, targets = default_collate([data[int(row)] for row in rows])
-            yield inputs.to(device), targets.to(device)
-
-
-def train(
-    model: nn.Module, settings: ConvolutionalSettings, test: Batch, tick: Callable[[], None]
-) -> tuple[list[float], list[float]]:
-    """Loss of every step, and the test loss before the first step and after every `evaluate_every` ones."""
-    optimizer = build_optimizer(settings.optimizer, model.parameters(), {})
-    train_losses: list[Tensor] = []
-    test_losses = [test_loss(model, test)]
-    for number, (inputs, targets) in enumerate(islice(batches(settings, test[0].device), settings.steps), start=1):
-        optimizer.zero_grad()
-        loss = loss_of(model(inputs.to(test[0].dtype)), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        train_losses.append(loss.detach())
-        if number % settings.evaluate_every == 0:
-            test_losses.append(test_loss(model, test))
-        tick()
-    return [float(loss) for loss in train_losses], test_losses
-
-
 def test_loss(model: nn.Module, test: Batch) -> float:
     """Mean cross-entropy over the test split, in nats."""
     parts = zip(torch.split(test[0], 512), torch.split(test[1], 512), strict=True)
@@ -276,15 +235,17 @@ class PrunedFlops(CaseRecipe[ConvolutionalSettings]):
         case = settings.cases[at["case"]]
         device = torch.device(settings.hardware.device)
         model = chain_of(settings, device)
-        test = collated(build(settings.data, split="val"), device)
+        test = test_split(settings, device)
         image = test[0][:1]
-        steps_of(model, settings, settings.steps, device, tick)
+        for _ in train(model, settings, settings.steps):
+            tick("training")
         accuracies = [accuracy(model, test)]
         dense = [operator_flop(*layer) for layer in jacobians(model, image, "of one image")]
         # the last layer keeps its weights: class-blind pruning of a network that is trained briefly would take them all
         kept = PRUNINGS[case["pruning"]](model[:-1], settings.share)
         accuracies.append(accuracy(model, test))
-        steps_of(model, settings, settings.retrain_steps, device, tick)
+        for _ in train(model, settings, settings.retrain_steps):
+            tick("training")
         accuracies.append(accuracy(model, test))
         tick("counting")
         # the first layer's Jacobian leads to the input, which nobody differentiates by
@@ -398,23 +359,6 @@ def operator_flop(layer: nn.Module, pattern: CsrPattern) -> tuple[int, int]:
     if isinstance(layer, nn.Conv2d):
         return flop_of_vector(pattern), size
     return pattern.rows + pattern.entries, size
-
-
-def steps_of(model: nn.Module, settings: ConvolutionalSettings, count: int, device: torch.device, tick: Tick) -> None:
-    """Train for `count` steps."""
-    optimizer = build_optimizer(settings.optimizer, model.parameters(), {})
-    model.train()
-    for inputs, targets in islice(batches(settings, device), count):
-        optimizer.zero_grad()
-        loss_of(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        tick("training")
-
-
-def accuracy(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
-    """Share of the test split that the model, put into evaluation, names right."""
-    with torch.no_grad():
-        return float((model.eval()(test[0]).argmax(1) == test[1]).float().mean())
 
 
 def pruned_share(model: nn.Module) -> float:

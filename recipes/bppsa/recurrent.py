@@ -11,7 +11,6 @@ a recurrent layer alone, with a gradient at every step's output. Cases of kind `
 
 import copy
 import itertools
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.measure import Spread, speedup, spread
-from retime.mechanisms.scan import choose_solver
+from retime.mechanisms.scan import Solver, choose_solver
 from retime.modules import convert
 from retime.recipes.bppsa.settings import RecurrentSettings
+from retime.recipes.bppsa.training import Batch
 from retime.recipes.core import charts, results
 from retime.recipes.core.build import build_batches, build_model, build_optimizer, loss_of
 from retime.recipes.core.claims import Comparison, Target, paper
@@ -47,7 +47,6 @@ LABELS = {
 }
 RAN = "auto ran"
 """Fact of a point: the solver that `auto` took there."""
-Batch = tuple[Tensor, Tensor]
 
 
 class TrainingLoop:
@@ -82,10 +81,6 @@ class TrainingLoop:
             self.step(batch)
         return middle_step(self._clock.steps_ms()[1:])
 
-    def times_ms(self) -> list[list[float]]:
-        """The phases of each step since the last call."""
-        return self._clock.steps_ms()
-
     def gradients(self, batch: Batch) -> list[Tensor]:
         loss = loss_of(self.model(batch[0]), batch[1])
         return list(torch.autograd.grad(loss, list(self.model.parameters())))
@@ -109,7 +104,7 @@ class Recurrent(Recipe[RecurrentSettings]):
         for name, difference in gradient_differences(loops, batch).items():
             facts[f"{name}: largest gradient difference from torch.nn, relative"] = difference
         if OURS in loops:
-            facts[RAN] = solver_taken(model, batch)
+            facts[RAN] = solver_taken(model.recurrent, batch[0].transpose(0, 1))
         blocks = {name: partial(loop.block, batch, steps) for name, loop in loops.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
         return Measured(phase_rows(times, TIMES), facts)
@@ -128,20 +123,13 @@ def gradient_differences(loops: dict[str, TrainingLoop], batch: Batch) -> dict[s
     if BASELINE not in loops:
         return {}
     expected = loops[BASELINE].gradients(batch)
-    found = {}
-    for name, loop in loops.items():
-        if name != BASELINE:
-            pairs = zip(loop.gradients(batch), expected, strict=True)
-            tiny = torch.finfo(expected[0].dtype).tiny
-            found[name] = max(
-                float((mine - plain).abs().max() / plain.abs().max().clamp(min=tiny)) for mine, plain in pairs
-            )
-    return {name: float(f"{value:.2g}") for name, value in found.items()}
+    tiny = torch.finfo(expected[0].dtype).tiny
 
+    def apart(loop: TrainingLoop) -> float:
+        pairs = zip(loop.gradients(batch), expected, strict=True)
+        return max(float((mine - plain).abs().max() / plain.abs().max().clamp(min=tiny)) for mine, plain in pairs)
 
-def steps_for(settings: RecurrentSettings, sequence_length: int) -> int:
-    """Steps of a block: `settings.steps` at 1000 time steps, up to 20 times as many at fewer, at least one at more."""
-    return max(1, min(20 * settings.steps, round(settings.steps * 1000 / sequence_length)))
+    return {name: float(f"{apart(loop):.2g}") for name, loop in loops.items() if name != BASELINE}
 
 
 def ratio(point: Point, variant: str, phase: str) -> Spread | None:
@@ -160,28 +148,10 @@ def label(variant: str, point: Point | None = None) -> str:
     return f"auto: {label(ran)}" if ran else LABELS.get(variant, f"scan, {variant}")
 
 
-def solver_taken(network: nn.Module, batch: Batch) -> str:
-    """The solver that "auto" takes for a network's recurrent layer on a batch of sequences ``[B, T, features]``."""
-    layer: Any = network.recurrent
-    inputs = batch[0].transpose(0, 1)
+def solver_taken(layer: Any, inputs: Tensor) -> str:
+    """The solver that "auto" takes for a recurrent layer on sequences ``[T, B, features]``."""
     state = inputs.new_empty(1, inputs.shape[1], layer.hidden_size)
-    solver = choose_solver(OURS, layer.mode, inputs, state)
-    return "torch's own" if solver is None else str(solver)
-
-
-def bound(point: Point) -> Spread | None:
-    """How many times faster a step would be if the backward pass took no time; a scan leaves the forward pass alone."""
-    if not point.has(BASELINE, "step"):
-        return None
-    rest = [a - b for a, b in zip(point.values(BASELINE, "step"), point.values(BASELINE, "backward"), strict=True)]
-    return speedup(point.values(BASELINE, "step"), rest)
-
-
-def worst_difference(result: Result) -> str:
-    """A sentence on the gradients of all points."""
-    ending = ": largest gradient difference from torch.nn, relative"
-    found = [value for point in result.points for key, value in point.facts.items() if key.endswith(ending)]
-    return f"Largest relative difference of any gradient from torch.nn's, float32: {max(found, default=0.0):.1g}."
+    return str(choose_solver(OURS, layer.mode, inputs, state) or "torch's own")
 
 
 PLAIN_MS, SCAN_MS, RATIO = "torch.nn", "scan, auto", "speed"
@@ -192,14 +162,15 @@ BLOCK_MS = 30.0
 class LayerLoop:
     """Forward and backward pass of a recurrent layer, timed; no optimizer, no loss."""
 
-    def __init__(self, variant: str, layer: nn.RNNBase, length: int, batch_size: int, device: torch.device) -> None:
+    def __init__(self, variant: str | Solver, layer: Any, length: int, batch_size: int, clock: PhaseClock) -> None:
         self._layer = copy.deepcopy(layer)
         if variant != BASELINE:
             convert(self._layer, solver=variant)
-        random = torch.Generator().manual_seed(0)
-        self._inputs = torch.randn(length, batch_size, layer.input_size, generator=random).to(device)
-        self._gradient = torch.randn(length, batch_size, layer.hidden_size, generator=random).to(device)
-        self._clock = PhaseClock(device)
+        device, random = layer.weight_hh_l0.device, torch.Generator().manual_seed(0)
+        sizes = (batch_size, length) if layer.batch_first else (length, batch_size)
+        self._inputs = torch.randn(*sizes, layer.input_size, generator=random).to(device)
+        self._gradient = torch.randn(*sizes, layer.hidden_size, generator=random).to(device)
+        self._clock = clock
 
     def step(self) -> None:
         self._layer.zero_grad()
@@ -245,7 +216,7 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
     ) -> Measured:
         device = torch.device(settings.hardware.device)
         start = layer(cell, hidden_size, settings.seed, device)
-        loops = {name: LayerLoop(name, start, length, batch_size, device) for name in settings.variants}
+        loops = {name: LayerLoop(name, start, length, batch_size, PhaseClock(device)) for name in settings.variants}
         blocks = {name: partial(loop.block, settings.steps) for name, loop in loops.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
         rows = phase_rows(times, ("forward", "backward", "step"))
@@ -271,7 +242,7 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
                 left_out.append(place)
                 continue
             start = layer(cell, hidden_size, settings.seed, device)
-            loops = {name: LayerLoop(name, start, length, batch_size, device) for name in (BASELINE, OURS)}
+            loops = {name: LayerLoop(name, start, length, batch_size, PhaseClock(device)) for name in (BASELINE, OURS)}
             steps = steps_that_take(BLOCK_MS, loops[BASELINE])
             blocks = {name: partial(loop.block, steps) for name, loop in loops.items()}
             kept = interleave(blocks, settings.rounds, settings.warmup_rounds)
@@ -279,22 +250,21 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
             rows.append(Row(place, PLAIN_MS, "ms", [round(value, 5) for value in plain]))
             rows.append(Row(place, SCAN_MS, "ms", [round(value, 5) for value in ours]))
             rows.append(Row(place, RATIO, "x", [round(value, 5) for value in speedup(plain, ours).rounds]))
-            chosen[place] = auto_choice(cell, length, batch_size, hidden_size, device)
+            chosen[place] = solver_taken(start, torch.empty(length, batch_size, hidden_size, device=device))
             tick(place)
         return Measured(rows, {"auto chose": chosen, "left out, more states than most_states": left_out})
 
     def references(self, point: Point) -> dict[str, str]:
-        return {} if is_grid(point) else super().references(point)
+        return {} if speeds_of(point) else super().references(point)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for point in result.points:
-            if is_grid(point):
-                place, worst = worst_of(point)
+            if speeds := speeds_of(point):
                 what = f"{point.at['case']}: auto over torch.nn, whole step, at the worst shape"
-                lines.append(Comparison(Target(what, "x", wanted()["grid"]), worst, place))
+                lines.append(Comparison(Target(what, "x", wanted("grid")), speeds[0].spread, speeds[0].variant))
                 continue
-            for phase, least in of_case(point).items():
+            for phase, least in wanted("layers").get(point.at["case"], {}).items():
                 text = "whole step" if phase == "step" else phase
                 target = Target(f"{point.facts['shape']}: {text} over torch.nn's", "x", least)
                 lines.append(Comparison(target, ratio(point, OURS, phase), label(OURS)))
@@ -303,9 +273,8 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
     def notes(self, result: Result) -> list[str]:
         lines = []
         for point in result.points:
-            if is_grid(point):
-                speeds = [spread(row.values).median for row in point.rows if row.quantity == RATIO]
-                least = wanted()["grid"]
+            speeds, least = [row.spread.median for row in speeds_of(point)], wanted("grid")
+            if speeds:
                 lost = sum(speed < least for speed in speeds)
                 lines.append(
                     f"- {point.at['case']}: {len(speeds)} shapes, {lost} below {least} x, median "
@@ -314,24 +283,23 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        speeds = [point for point in result.points if not is_grid(point)]
-        grids = [point for point in result.points if is_grid(point)]
+        speeds = [point for point in result.points if not speeds_of(point)]
+        grids = [point for point in result.points if speeds_of(point)]
         drawing, (cases, shapes) = charts.panels(titled(result), 2, width=13)
         for index, phase in enumerate(("backward", "step")):
             places = [place + 0.25 * (index - 0.5) for place in range(len(speeds))]
             text = "whole step" if phase == "step" else phase
             charts.points_with_spread(cases, places, [ratio(point, OURS, phase) for point in speeds], text, index)
             for where, point in zip(places, speeds, strict=True):
-                if (least := of_case(point).get(phase)) is not None:
+                if (least := wanted("layers").get(point.at["case"], {}).get(phase)) is not None:
                     cases.hlines(least, where - 0.1, where + 0.1, color=charts.COLOURS[index], linewidth=3, alpha=0.5)
         cases.plot([], [], color=charts.GREY, linewidth=3, alpha=0.6, label="wanted at least")
         cases.set_xticks(range(len(speeds)), [p.facts["shape"] for p in speeds], fontsize=7, rotation=20, ha="right")
         cases.set_ylabel("speedup over torch.nn (x)")
         for index, point in enumerate(grids):
-            rows = [row for row in point.rows if row.quantity == RATIO]
-            values = sorted((row.spread for row in rows), key=lambda value: value.median)
+            values = [row.spread for row in speeds_of(point)]
             charts.points_with_spread(shapes, list(range(len(values))), values, str(point.at["case"]), index)
-        shapes.axhline(wanted()["grid"], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
+        shapes.axhline(wanted("grid"), color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
         shapes.set_xlabel("shapes (T, B, H) of the grid, by speed")
         shapes.set_ylabel('whole step with solver="auto" over torch.nn (x)')
         for axes in (cases, shapes):
@@ -342,15 +310,9 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
         charts.save(drawing, path)
 
 
-def wanted() -> dict[str, Any]:
-    """What the scan over time is to reach."""
-    return paper("bppsa").targets
-
-
-def of_case(point: Point) -> dict[str, float]:
-    """The least speeds over torch.nn by phase, for a point's case."""
-    least: dict[str, float] = wanted()["layers"].get(point.at["case"], {})
-    return least
+def wanted(name: str) -> Any:
+    """What the scan over time is to reach: the least speeds over torch.nn, of layers or at every shape of a grid."""
+    return paper("bppsa").targets[name]
 
 
 def layer(cell: str, hidden_size: int, seed: int, device: torch.device) -> nn.RNNBase:
@@ -360,28 +322,12 @@ def layer(cell: str, hidden_size: int, seed: int, device: torch.device) -> nn.RN
     return module.to(device)
 
 
-def auto_choice(cell: str, length: int, batch_size: int, hidden_size: int, device: torch.device) -> str:
-    """The solver that "auto" takes for a layer of that shape."""
-    inputs = torch.empty(length, batch_size, hidden_size, device=device)
-    solver = choose_solver(OURS, "RNN_TANH" if cell == "RNN" else cell, inputs, inputs[:1])
-    return "torch's own" if solver is None else str(solver)
-
-
 def steps_that_take(milliseconds: float, loop: LayerLoop) -> int:
     """How many steps take about so long, at least 1 and at most 50."""
-    loop.step()
-    started = time.perf_counter()
     loop.block(1)
-    per_step_ms = (time.perf_counter() - started) * 1e3
-    return max(1, min(50, round(milliseconds / per_step_ms)))
+    return max(1, min(50, round(milliseconds / loop.block(1)[-1])))
 
 
-def is_grid(point: Point) -> bool:
-    return any(row.quantity == RATIO for row in point.rows)
-
-
-def worst_of(point: Point) -> tuple[str, Spread]:
-    """The shape at which `auto` gains least."""
-    rows = [row for row in point.rows if row.quantity == RATIO]
-    worst = min(rows, key=lambda row: row.spread.median)
-    return worst.variant, worst.spread
+def speeds_of(point: Point) -> list[Row]:
+    """How many times faster `auto` is at each shape of a grid, the least first; none at other points."""
+    return sorted((row for row in point.rows if row.quantity == RATIO), key=lambda row: row.spread.median)

@@ -4,18 +4,18 @@ Loss with both backward passes: Figure 7 (RNN on bitstreams), Figure 13 (GRU on 
 Tables 4 and 5 (RNN), Figure 9 with Table 6 (GRU).
 """
 
-import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.ticker import NullLocator
-from torch import nn
-from torch.utils.data import Dataset, default_collate
+from torch import Tensor
 
+from retime.foundations.measure import speedup
+from retime.mechanisms.scan import Solver, parse_solver
 from retime.recipes.bppsa.recurrent import (
     BASELINE,
     MOVED,
@@ -23,26 +23,23 @@ from retime.recipes.bppsa.recurrent import (
     PHASES,
     RAN,
     TIMES,
-    Batch,
+    LayerLoop,
     Recurrent,
     TrainingLoop,
-    bound,
     label,
     network,
     ratio,
     scans,
     solver_taken,
-    steps_for,
-    worst_difference,
 )
-from retime.recipes.bppsa.settings import RecurrentSettings, claim, of_epochs
+from retime.recipes.bppsa.settings import RecurrentSettings, claim, compared, of_epochs
+from retime.recipes.bppsa.training import Batch, batches
 from retime.recipes.core import charts
-from retime.recipes.core.build import build
-from retime.recipes.core.claims import Claim, Comparison, amount, show
-from retime.recipes.core.measure import interleave, middle_step
+from retime.recipes.core.build import build, build_batches
+from retime.recipes.core.claims import Claim, Comparison, amount, paper, show
+from retime.recipes.core.measure import PhaseClock, interleave, middle_step
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result, label_of, phase_rows, titled
-from retime.recipes.data import ArrayData
+from retime.recipes.core.results import Point, Result, Row, label_of, phase_rows, titled
 
 MOST_POINTS = 500
 """A stored curve has at most so many points, each the mean of a window of steps."""
@@ -50,45 +47,19 @@ SMOOTHED = 20
 """A drawn curve is the mean of so large a part of it."""
 
 
-class Shuffled:
-    """Batches of a data set in a seeded order, epoch after epoch; the same number always gives the same batch."""
+class Training(TrainingLoop):
+    """A variant in training, with what it has seen so far. Batches are made outside of the time measured."""
 
-    def __init__(self, data: Dataset[Any], batch_size: int, seed: int, device: torch.device) -> None:
-        self._data, self._size, self._seed, self._device = data, batch_size, seed, device
-        self._per_epoch = len(data) // batch_size  # type: ignore[arg-type]
-        if not self._per_epoch:
-            raise ValueError(f"batch_size={batch_size}, but the data set has only {len(data)} examples")  # type: ignore[arg-type]
-        self._epoch, self._order = -1, torch.empty(0)
-
-    def __getitem__(self, number: int) -> Batch:
-        epoch, place = divmod(number, self._per_epoch)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._epoch, self._order = epoch, torch.randperm(len(self._data), generator=generator)  # type: ignore[arg-type]
-        rows = self._order[place * self._size : (place + 1) * self._size]
-        if isinstance(self._data, ArrayData) and self._data.normalise is None:
-            inputs, targets = self._data.inputs[rows], self._data.targets[rows]
-        else:
-            inputs, targets = default_collate([self._data[row] for row in rows.tolist()])
-        return inputs.to(self._device), targets.to(self._device)
-
-    def __iter__(self) -> Any:
-        raise TypeError("endless: ask for a batch by its number")
-
-
-class Training:
-    """A variant in training: its loop, and what it has seen so far. Batches are made outside of the time measured."""
-
-    def __init__(self, loop: TrainingLoop, batches: Shuffled) -> None:
-        self._loop, self._batches = loop, batches
+    def __init__(self, feed: Iterator[Batch], *loop: Any) -> None:
+        super().__init__(*loop)
+        self._feed = feed
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
     def slice(self, steps: int) -> list[float]:
         """Train `steps` steps further; the typical step's phases and whole time in ms."""
-        numbers = range(len(self.losses), len(self.losses) + steps)
-        losses = [self._loop.step(self._batches[number]) for number in numbers]
-        times = self._loop.times_ms()
+        losses = [self.step(batch) for batch in itertools.islice(self._feed, steps)]
+        times = self._clock.steps_ms()
         self.losses += [float(loss) for loss in losses]
         before = self.seconds[-1] if self.seconds else 0.0
         self.seconds += [before + total / 1e3 for total in itertools.accumulate(sum(step) for step in times)]
@@ -110,36 +81,32 @@ class Curves(Recurrent):
     def measure(self, settings: RecurrentSettings, at: dict[str, Any], tick: Tick) -> Measured:
         device = torch.device(settings.hardware.device)
         data = build(self.data(settings, at))
-        batches = Shuffled(data, settings.batch_size, settings.seed, device)
-        start = network(settings, batches[0][0], device)
-        runs = {name: Training(self._warm(name, start, settings, batches[0]), batches) for name in settings.variants}
-        blocks: dict[str, Callable[[], list[float]]] = {
-            name: partial(run.slice, settings.steps) for name, run in runs.items()
-        }
+        feeds = {name: batches(data, settings.batch_size, settings.seed, device) for name in settings.variants}
+        first = next(batches(data, settings.batch_size, settings.seed, device))
+        start = network(settings, first[0], device)
+        loop = (start, settings.optimizer, device)
+        for name in settings.variants:  # loops that are thrown away warm caches and kernels up
+            TrainingLoop(name, *loop).block(first, settings.warmup_rounds)
+        runs = {name: Training(feed, name, *loop) for name, feed in feeds.items()}
+        blocks = {name: partial(run.slice, settings.steps) for name, run in runs.items()}
         times = interleave(blocks, settings.rounds, 0, tick)
         facts: dict[str, Any] = {"data": data.name, "steps": settings.rounds * settings.steps}
         if OURS in runs:
-            facts[RAN] = solver_taken(start, batches[0])
+            facts[RAN] = solver_taken(start.recurrent, first[0].transpose(0, 1))
         for name, run in runs.items():
             facts[f"{name} seconds"] = thinned(run.seconds, last=True)
             facts[f"{name} losses"] = thinned(run.losses)
         return Measured(phase_rows(times, TIMES), facts)
-
-    def _warm(self, name: str, start: nn.Module, settings: RecurrentSettings, batch: Batch) -> TrainingLoop:
-        """A fresh loop, after a thrown-away one has warmed the caches and kernels up."""
-        device = batch[0].device
-        TrainingLoop(name, copy.deepcopy(start), settings.optimizer, device).block(batch, settings.warmup_rounds)
-        return TrainingLoop(name, start, settings.optimizer, device)
 
     def compare(self, result: Result) -> list[Comparison]:
         return [
             Comparison(theirs, ratio(point, name, phase), label(name, point))
             for point in result.points
             for name in scans(point)
-            for phase, theirs in self.published(point).items()
+            for phase, theirs in self.claims(point).items()
         ]
 
-    def published(self, point: Point) -> dict[str, Claim]:
+    def claims(self, point: Point) -> dict[str, Claim]:
         """The paper's speedups, by phase."""
         return {"step": claim("figure-7-overall"), "backward": claim("figure-7-backward")}
 
@@ -175,7 +142,7 @@ class InstrumentCurves(Curves):
     def data(self, settings: RecurrentSettings, at: dict[str, Any]) -> dict[str, Any]:
         return {**settings.data, "features": at["features"]}
 
-    def published(self, point: Point) -> dict[str, Claim]:
+    def claims(self, point: Point) -> dict[str, Claim]:
         return of_epochs("Table 6", f"GRU, {point.at['features']}, B=16")
 
 
@@ -189,9 +156,7 @@ def curve_notes(point: Point) -> list[str]:
         losses = point.facts[f"{name} losses"]
         return float(max(abs(mine - theirs) for mine, theirs in zip(losses, plain, strict=True)))
 
-    control = ""
-    if MOVED in point.variants("step"):
-        control = f" ({label(MOVED)}: {apart(MOVED):.1g})"
+    control = f" ({label(MOVED)}: {apart(MOVED):.1g})" if MOVED in point.variants("step") else ""
     lines = []
     for name in scans(point):
         losses, seconds = point.facts[f"{name} losses"], point.facts[f"{name} seconds"]
@@ -233,35 +198,40 @@ class Scaling(Recurrent):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = most(result, "figure-8")
-        for point in over_length(result):
-            lines += against(point, by_length(point))
-        for point in over_batch(result):
-            lines += against(point, by_batch(point))
+        for axis, table in (("T", "Table 4"), ("B", "Table 5")):
+            for point in along(result, axis):
+                lines += against(point, table)
         return lines
 
     def notes(self, result: Result) -> list[str]:
         return [*bounds(result), worst_difference(result), EPOCHS]
 
     def draw(self, result: Result, path: Path) -> None:
-        rows: list[tuple[list[Point], Callable[[Point], float], str, Published]] = [
-            (over_length(result), length_of, "time steps T", by_length),
-            (over_batch(result), fraction_of, "fraction of the device a sample, 1/B", by_batch),
+        rows = [
+            (along(result, "T"), "T", "time steps T", "Table 4"),
+            (along(result, "B"), "B", "fraction of the device a sample, 1/B", "Table 5"),
         ]
         rows = [row for row in rows if row[0]] or [(result.points, *rows[0][1:])]
         drawing, panels = charts.panels(titled(result), 3 * len(rows), 14, 4.4 * len(rows), rows=len(rows))
-        for row, (points, where, text, published) in enumerate(rows):
+        for row, (points, axis, text, table) in enumerate(rows):
             latency, speed, breakdown = panels[3 * row : 3 * row + 3]
-            draw_backward(latency, points, where)
-            draw_speedups(speed, points, where, published)
-            draw_breakdown(breakdown, points, [tick_label(where(point)) for point in points], published)
+            places = [point.at["T"] if axis == "T" else 1 / point.at["B"] for point in points]
+            names = [str(point.at["T"]) if axis == "T" else f"1/{point.at['B']}" for point in points]
+            draw_backward(latency, points, places)
+            draw_speedups(speed, points, places, table)
+            draw_breakdown(breakdown, points, names, table)
             for axes in (latency, speed):
                 axes.set_xscale("log")
-                ticks = [where(point) for point in points]
-                axes.set_xticks(ticks, [tick_label(tick) for tick in ticks], fontsize=8)
+                axes.set_xticks(places, names, fontsize=8)
                 axes.xaxis.set_minor_locator(NullLocator())
             for axes in (latency, speed, breakdown):
                 axes.set_xlabel(text)
         charts.save(drawing, path)
+
+
+def steps_for(settings: RecurrentSettings, sequence_length: int) -> int:
+    """Steps of a block: `settings.steps` at 1000 time steps, up to 20 times as many at fewer, at least one at more."""
+    return max(1, min(20 * settings.steps, round(settings.steps * 1000 / sequence_length)))
 
 
 class Instruments(Recurrent):
@@ -270,47 +240,96 @@ class Instruments(Recurrent):
     over = (("features", "features"), ("B", "batch_sizes"))
 
     def measure(self, settings: RecurrentSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        return self.time(settings, tick, {**settings.data, "features": at["features"]}, at["B"], settings.steps)
+        data = {**settings.data, "features": at["features"]}
+        measured = self.time(settings, tick, data, at["B"], settings.steps)
+        (batch,) = build_batches(data, at["B"], 1, torch.device(settings.hardware.device))
+        return Measured([*measured.rows, *overhead(settings, batch[0])], measured.facts)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = most(result, "figure-9")
         for point in result.points:
-            lines += against(point, by_features(point))
+            lines += [*against(point, "Table 6"), *against_overhead(point)]
         return lines
 
     def notes(self, result: Result) -> list[str]:
-        overhead = (
+        where = (
             "Overhead: ours computes the GRU's gates again inside the backward pass, so its time is in `backward`; the "
             "paper's is in the forward pass (FO), and its backward speedup leaves it out."
         )
-        return [*bounds(result), worst_difference(result), overhead, EPOCHS]
+        return [*bounds(result), worst_difference(result), where, EPOCHS]
 
     def draw(self, result: Result, path: Path) -> None:
         drawing, axes = charts.figure(titled(result), width=11)
         names = [f"{point.at['features']}, B={point.at['B']}" for point in result.points]
-        draw_breakdown(axes, result.points, names, by_features)
+        draw_breakdown(axes, result.points, names, "Table 6")
         charts.save(drawing, path)
 
 
-Published = Callable[[Point], dict[str, Claim]]
+PLAIN_ALONE, ALONE = "layer alone, torch.nn", "layer alone, scan"
+GATES, JACOBIANS, OVERHEAD = "gates again", "Jacobians written out", "overhead"
+
+
+class Marks:
+    """A solver that marks on a clock when gates are there, and when Jacobians are as the paper's scan takes them."""
+
+    safe = True
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock, self._solver = clock, parse_solver("sequential")
+
+    def solve(self, jacobians: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        self._clock.mark()
+        jacobians.dense()
+        self._clock.mark()
+        return self._solver.solve(jacobians, gradient)
+
+
+def overhead(settings: RecurrentSettings, inputs: Tensor) -> list[Row]:
+    """What the Jacobians of a network's layer add to torch.nn's forward pass, in %, and the parts of ours in ms.
+
+    The paper has all of it in the forward pass; ours records less there, and does the rest before the scan.
+    """
+    layer, (batch_size, length) = network(settings, inputs, inputs.device).recurrent, inputs.shape[:2]
+    clocks = {name: PhaseClock(inputs.device) for name in (PLAIN_ALONE, ALONE)}
+    ways: dict[str, str | Solver] = {PLAIN_ALONE: BASELINE, ALONE: Marks(clocks[ALONE])}
+    loops = {name: LayerLoop(ways[name], layer, length, batch_size, clock) for name, clock in clocks.items()}
+    blocks = {name: partial(loop.block, settings.steps) for name, loop in loops.items()}
+    times = interleave(blocks, settings.rounds, settings.warmup_rounds)
+    plain = [block[0] for block in times[PLAIN_ALONE]]
+    parts = {
+        "forward": [block[0] for block in times[ALONE]],
+        # a long backward pass goes in windows of one size: of each gates, Jacobians, and all up to the next Jacobians
+        GATES: [block[1] * (len(block) // 2 - 1) for block in times[ALONE]],
+        JACOBIANS: [sum(block[2:-2:2]) for block in times[ALONE]],
+    }
+    percent = [100 * (sum(ours) / before - 1) for before, *ours in zip(plain, *parts.values(), strict=True)]
+    rows = [Row(ALONE, part, "ms", values) for part, values in parts.items()]
+    return [Row(PLAIN_ALONE, "forward", "ms", plain), *rows, Row(ALONE, OVERHEAD, "%", percent)]
+
+
+def against_overhead(point: Point) -> list[Comparison]:
+    """Table 6's overhead, if it has one there, beside ours and the parts of ours."""
+    what = TABLES["Table 6"].format(**point.at)
+    seconds = paper("bppsa").tables["Table 6"].get(what)
+    if seconds is None or not point.has(ALONE, OVERHEAD):
+        return []
+    percent, whole = 100 * (seconds[3] / seconds[0] - 1), point.median(PLAIN_ALONE, "forward")
+    shares = (f"{part} {100 * point.median(ALONE, part) / whole:.0f} %" for part in ("forward", GATES, JACOBIANS))
+    theirs = Claim("bppsa", "Table 6", "%", percent, f"{what}, overhead ({TABLES_OF})")
+    words = f"{what}: {', '.join(shares)} of torch.nn's forward pass"
+    return [compared(theirs, point.spread(ALONE, OVERHEAD), words)]
+
+
+TABLES = {"Table 4": "RNN, T={T}, B=16", "Table 5": "RNN, T=1000, B={B}", "Table 6": "GRU, {features}, B={B}"}
 TABLES_OF = "V100"
 BELOW: Any = {"fontsize": 7, "loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 2, "frameon": False}
+PASSED = "Ours can pass that bound: its forward pass records no graph of every time step, so it is faster as well."
 EPOCHS = "Tables 4 to 6 give seconds an epoch; their ratios stand beside ours, which are ratios of steps."
 
 
-def by_length(point: Point) -> dict[str, Claim]:
-    """Table 4 at the point's T, by phase."""
-    return of_epochs("Table 4", f"RNN, T={point.at['T']}, B=16")
-
-
-def by_batch(point: Point) -> dict[str, Claim]:
-    """Table 5 at the point's batch size, by phase."""
-    return of_epochs("Table 5", f"RNN, T=1000, B={point.at['B']}")
-
-
-def by_features(point: Point) -> dict[str, Claim]:
-    """Table 6 at the point's features and batch size, by phase."""
-    return of_epochs("Table 6", f"GRU, {point.at['features']}, B={point.at['B']}")
+def published(table: str, point: Point) -> dict[str, Claim]:
+    """What one of the paper's tables says at a point, by phase."""
+    return of_epochs(table, TABLES[table].format(**point.at))
 
 
 def most(result: Result, figure: str) -> list[Comparison]:
@@ -324,76 +343,61 @@ def most(result: Result, figure: str) -> list[Comparison]:
     return lines
 
 
-def against(point: Point, row: dict[str, Claim]) -> list[Comparison]:
+def against(point: Point, table: str) -> list[Comparison]:
     """A table's row, if there is one, beside the fastest of our variants at that point."""
     ours = point.fastest(scans(point), "step")
-    published = row.items() if ours else ()
-    return [Comparison(theirs, ratio(point, str(ours), phase), label(str(ours), point)) for phase, theirs in published]
+    rows = published(table, point).items() if ours else ()
+    return [Comparison(theirs, ratio(point, str(ours), phase), label(str(ours), point)) for phase, theirs in rows]
 
 
 def bounds(result: Result) -> list[str]:
-    """How close each point comes to a backward pass that takes no time."""
+    """How close each point comes to a backward pass that takes no time; a scan leaves the forward pass alone."""
     lines = []
     for point in result.points:
-        ours, most_possible = point.fastest(scans(point), "step"), bound(point)
-        reached = ratio(point, ours, "step") if ours else None
-        if reached and most_possible:
+        ours = point.fastest(scans(point), "step")
+        if ours and point.has(BASELINE, "step"):
+            whole, backward = (point.values(BASELINE, phase) for phase in ("step", "backward"))
+            possible = speedup(whole, [a - b for a, b in zip(whole, backward, strict=True)])
+            reached = show(point.speedup(BASELINE, ours, "step"), "x")
             lines.append(
-                f"- {label_of(point.at)}: step {show(reached, 'x')} over torch.nn; with torch.nn's forward pass and a "
-                f"backward pass that took no time it would be {show(most_possible, 'x')}"
+                f"- {label_of(point.at)}: step {reached} over torch.nn; with torch.nn's forward pass and a backward "
+                f"pass that took no time it would be {show(possible, 'x')}"
             )
-    if lines:
-        lines.append(
-            "Ours can pass that bound: its forward pass records no graph of every time step, so it is faster as well."
-        )
-    return lines
+    return [*lines, PASSED] if lines else []
 
 
-def over_length(result: Result) -> list[Point]:
-    """The points along T, at the batch size that most of them share."""
-    return _along(result, "T", "B")
+def worst_difference(result: Result) -> str:
+    """A sentence on the gradients of all points."""
+    ending = ": largest gradient difference from torch.nn, relative"
+    found = [value for point in result.points for key, value in point.facts.items() if key.endswith(ending)]
+    return f"Largest relative difference of any gradient from torch.nn's, float32: {max(found, default=0.0):.1g}."
 
 
-def over_batch(result: Result) -> list[Point]:
-    """The points along the batch size, at the T that most of them share; falling, as the fraction of a device rises."""
-    return _along(result, "B", "T")[::-1]
-
-
-def _along(result: Result, axis: str, fixed: str) -> list[Point]:
+def along(result: Result, axis: str) -> list[Point]:
+    """The points along T or B, at the other one's value that most share; B falls, as the fraction of a device rises."""
+    fixed = "B" if axis == "T" else "T"
     values = [point.at[fixed] for point in result.points]
     shared = max(values, key=lambda value: (values.count(value), value))
-    points = sorted((p for p in result.points if p.at[fixed] == shared), key=lambda p: int(p.at[axis]))
+    points = [point for point in result.points if point.at[fixed] == shared]
+    points.sort(key=lambda point: int(point.at[axis]), reverse=axis == "B")
     return points if len(points) > 1 else []
 
 
-def length_of(point: Point) -> float:
-    return float(point.at["T"])
-
-
-def fraction_of(point: Point) -> float:
-    """The paper's "fraction of GPU per sample"."""
-    return 1 / int(point.at["B"])
-
-
-def tick_label(value: float) -> str:
-    return f"{value:g}" if value >= 1 else f"1/{round(1 / value)}"
-
-
-def draw_backward(axes: Any, points: list[Point], where: Callable[[Point], float]) -> None:
+def draw_backward(axes: Any, points: list[Point], places: list[float]) -> None:
     """Panels a and d: milliseconds of a backward pass."""
     for index, name in enumerate([BASELINE, *scans(points[0])]):
         values = [point.spread(name, "backward") for point in points]
-        charts.points_with_spread(axes, [where(p) for p in points], values, label(name), index, line=True)
+        charts.points_with_spread(axes, places, values, label(name), index, line=True)
     axes.set_yscale("log")
     charts.plain_numbers(axes.yaxis)
     axes.set_ylabel("backward pass of a step (ms)")
     axes.legend(**BELOW)
 
 
-def draw_speedups(axes: Any, points: list[Point], where: Callable[[Point], float], published: Published) -> None:
+def draw_speedups(axes: Any, points: list[Point], places: list[float], table: str) -> None:
     """Panels b and e: speedup of the backward pass, and of the whole step beside it; the paper's hollow."""
     index = 0
-    rows = [(where(point), row) for point in points if (row := published(point))]
+    rows = [(place, row) for place, point in zip(places, points, strict=True) if (row := published(table, point))]
     for colour, marker, phase in zip(charts.COLOURS, "os", ("backward", "step"), strict=False):
         theirs = [row[phase].value for _, row in rows]
         text = f"the paper's ({TABLES_OF}): {'whole step' if phase == 'step' else phase}"
@@ -402,7 +406,7 @@ def draw_speedups(axes: Any, points: list[Point], where: Callable[[Point], float
         for phase in ("backward", "step"):
             text = f"{label(name)}: {'whole step' if phase == 'step' else phase}"
             values = [ratio(point, name, phase) for point in points]
-            charts.points_with_spread(axes, [where(p) for p in points], values, text, index, line=True)
+            charts.points_with_spread(axes, places, values, text, index, line=True)
             index += 1
     charts.even_line(axes, "torch.nn")
     axes.set_yscale("log")
@@ -411,13 +415,13 @@ def draw_speedups(axes: Any, points: list[Point], where: Callable[[Point], float
     axes.legend(**BELOW)
 
 
-def draw_breakdown(axes: Any, points: list[Point], names: list[str], published: Published) -> None:
+def draw_breakdown(axes: Any, points: list[Point], names: list[str], table: str) -> None:
     """Panels c and f, and Figure 9: phases of a step as parts of torch.nn's step, torch.nn's bar beside ours.
 
     A hollow circle is the paper's whole step.
     """
     for number, point in enumerate(points):
-        row = published(point)
+        row = published(table, point)
         if row:
             text = f"the paper's step ({TABLES_OF})" if not number else None
             axes.plot(number + 0.2, 1 / row["step"].value, "ko", markerfacecolor="none", label=text)

@@ -16,7 +16,7 @@ from retime.mechanisms.scan import scan_plan
 from retime.recipes.bppsa.settings import ScanPlanSettings
 from retime.recipes.core import charts
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Result, Row
 
 SCAN, LINEAR, PIPELINE = "scan", "linear scan", "pipeline"
 STEPS, WORK, MEMORY = "steps", "products", "memory of a worker"
@@ -50,17 +50,18 @@ class ScanWorkers(Recipe[ScanPlanSettings]):
         return Measured(rows)
 
     def notes(self, result: Result) -> list[str]:
-        lines = [
+        sizes = {
+            name: [point.values(SCAN, name)[0] for point in result.points]
+            for name in (ORDER_OF_STEPS, ORDER_OF_WORK, ORDER_OF_MEMORY)
+        }
+        return [
             "Counted, nothing was measured. Products of one level of the plan begin together, as in Algorithm 1, so p "
             "workers need a p-th of their number, rounded up, for each level. Each worker owns n/p neighbouring "
             "Jacobians, rounded up; a product stays where its left factor is, and its right factor is received. A "
             "pipeline has as many micro-batches as workers and stores one activation a stage and micro-batch, and "
             "those of its own layers while it computes them again (appendix B).",
+            *(f"- {name}: {min(each):.2f} to {max(each):.2f}, of {len(each)} points" for name, each in sizes.items()),
         ]
-        for name in (ORDER_OF_STEPS, ORDER_OF_WORK, ORDER_OF_MEMORY):
-            values = [point.values(SCAN, name)[0] for point in result.points]
-            lines.append(f"- {name}: {min(values):.2f} to {max(values):.2f}, of {len(values)} points")
-        return lines
 
     def show(self, result: Result, console: Console) -> None:
         """Print one line a point."""
@@ -76,13 +77,13 @@ class ScanWorkers(Recipe[ScanPlanSettings]):
         drawing, (steps, memory) = charts.panels(result.title, 2, width=10.7, height=5.2)
         sizes = list(dict.fromkeys(point.at["n"] for point in result.points))
         for colour, n in zip(charts.COLOURS, sizes, strict=False):
-            points, places = _of(result, n)
+            points = [point for point in result.points if point.at["n"] == n]
+            places = [point.at["p"] for point in points]
             values = [point.values(SCAN, STEPS)[0] for point in points]
             steps.plot(places, values, "o-", color=colour, label=f"n = {n}", markersize=4, linewidth=1.2)
             steps.plot(places, [2 * order_of_steps(n, p) for p in places], ":", color=colour, linewidth=1)
             steps.plot(places[:1], [n], "_", color=colour, markersize=16, markeredgewidth=2)
         steps.set_ylabel("steps of the scan (dotted: 2 (n/p + log p); bar: linear scan)")
-        points, places = _of(result, sizes[-1])
         for index, (variant, label) in enumerate(((SCAN, "scan: Jacobians"), (PIPELINE, "pipeline: activations"))):
             values = [point.values(variant, MEMORY)[0] for point in points]
             memory.plot(places, values, "os"[index] + "-", color=charts.COLOURS[index], label=label, markersize=4)
@@ -127,9 +128,3 @@ def jacobians_kept(matrices: int, workers: int) -> int:
             if number in home and last_use[number] == step.result:
                 kept[home[number]] -= 1
     return most
-
-
-def _of(result: Result, n: int) -> tuple[list[Point], list[int]]:
-    """The points of so many Jacobians, and their numbers of workers."""
-    points = [point for point in result.points if point.at["n"] == n]
-    return points, [point.at["p"] for point in points]

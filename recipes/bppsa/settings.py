@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from retime.recipes.core.claims import Claim, claim_of, paper
+from retime.foundations.measure import Spread
+from retime.recipes.core.claims import CLOSE, Check, Claim, Comparison, claim_of, paper
 from retime.recipes.core.schema import Settings
+from retime.recipes.core.verdicts import accepted, inside
 
 
 @dataclass
@@ -44,11 +46,14 @@ class ConvolutionalSettings(Settings):
     # Figure 6
     precisions: list[str] = field(default_factory=list)
     levels: list[int | None] = field(default_factory=list)  # up-sweep levels of each scan; null is the whole one
-    evaluate_every: int = 10  # training steps between two test losses
+    evaluate_every: int = 10  # training steps between two test losses, or accuracies
     # Figure 10
     share: float = 0.97  # of the weights that pruning takes away
     retrain_steps: int = 0
     cases: dict[str, Any] = field(default_factory=dict)  # name: {pruning, zeros, levels}
+    # Figure 12
+    ranks: int = 4  # GPUs of the pipeline
+    decay_every: int = 0  # training steps, after which the learning rate falls to a tenth; 0: never
 
 
 @dataclass
@@ -61,6 +66,12 @@ class ScanPlanSettings(Settings):
 
 
 claim = partial(claim_of, "bppsa")
+
+
+def compared(theirs: Claim, ours: Spread, words: str) -> Comparison:
+    """Ours beside theirs, with `words` for the reason where they are not within a quarter of each other."""
+    off = inside(ours, *accepted(Check(within=CLOSE), theirs.value, theirs.unit)) is False
+    return Comparison(theirs, ours, f"does not hold: {words}" if off else words)
 
 
 def of_epochs(table: str, what: str) -> dict[str, Claim]:

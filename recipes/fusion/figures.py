@@ -8,7 +8,8 @@
 b is the batch size, t_grad forward and backward per sample, t_opt the optimizer, t_saved what fusion saves; all in ms.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,21 +31,6 @@ from retime.recipes.models import parameter_count, parameters_per_layer
 
 PAPER = "optimizer-fusion"
 claim = partial(claim_of, "fusion")
-_TABLE_2 = (
-    *(("ms", "baseline"), ("ms", "forward-fusion"), ("ms", "backward-fusion")),
-    *(("x", "forward-fusion speedup"), ("x", "backward-fusion speedup")),
-)
-
-
-def table_2() -> dict[str, list[Claim]]:
-    """Table 2, a row a machine: three step times, and the speedups of forward- and backward-fusion."""
-    return {
-        machine: [
-            Claim(PAPER, "Table 2", unit, value, f"{machine}, {what}")
-            for value, (unit, what) in zip(row, _TABLE_2, strict=True)
-        ]
-        for machine, row in paper("fusion").tables["table-2"].items()
-    }
 
 
 @dataclass(frozen=True)
@@ -56,12 +42,9 @@ class SpeedupFit:
     saved_ms: dict[str, float]
     worst_error: float
 
-    def baseline_ms(self, batch_size: float) -> float:
-        return batch_size * self.grad_ms + self.opt_ms
-
     def speedup(self, variant: str, batch_size: float) -> float:
         """s(b) of one variant."""
-        whole = self.baseline_ms(batch_size)
+        whole = batch_size * self.grad_ms + self.opt_ms
         return whole / (whole - self.saved_ms[variant])
 
 
@@ -283,40 +266,61 @@ class Speedup(BatchSizes):
         charts.save(drawing, path)
 
 
-class Models(StepTimes):
+class Along(StepTimes):
+    """Speedups of both modes, same kernel and against the strongest peer, along a number that each point has."""
+
+    scale, margin, text = "linear", 0.1, ""
+
+    @abstractmethod
+    def where(self, point: Point) -> float:
+        """The point's place."""
+
+    def draw(self, result: Result, path: Path) -> None:
+        drawing, axes = charts.figure(titled(result), width=8.5)
+        points = sorted(result.points, key=self.where)
+        index, places = 0, [*map(self.where, points)]
+        for mode in MODES:
+            same_kernel = [ratio(point, "baseline", like_the_paper(point, mode)) for point in points]
+            against_peer = [ratio(point, strongest_peer(point), f"retime_{mode}") for point in points]
+            for text, values in (("the default, same kernel", same_kernel), ("the strongest peer", against_peer)):
+                charts.points_with_spread(axes, places, values, f"{mode}-fusion over {text}", index)
+                index += 1
+        charts.even_line(axes, "no gain")
+        bottom, top = axes.get_ylim()
+        for number, (place, point) in enumerate(zip(places, points, strict=True)):
+            at = place, top + (0.02 + 0.05 * (number % 3)) * (top - bottom)
+            axes.annotate(point.at[self.over[0][0]], at, ha="center", fontsize=8, annotation_clip=False)
+            axes.axvline(place, color=charts.GREY, linewidth=0.5, alpha=0.4, zorder=0)
+        axes.set_ylim(bottom, top + 0.18 * (top - bottom))
+        axes.set_ylabel("speedup of a step (x)")
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
+        axes.set_xscale(self.scale)
+        axes.margins(x=self.margin)
+        axes.set_xlabel(self.text)
+        charts.save(drawing, path)
+
+
+class Models(Along):
     """Figure 6: speedup against the average number of parameters in a layer."""
 
     over = (("model", "models"),)
+    scale, margin, text = "log", 0.15, "parameters per layer (average)"
 
-    def draw(self, result: Result, path: Path) -> None:
-        def where(point: Point) -> float:
-            return float(point.facts["parameters per layer"])
-
-        drawing, axes = charts.figure(titled(result), width=8.5)
-        draw_speedups(axes, result, where, "model")
-        axes.set_xscale("log")
-        axes.margins(x=0.15)
-        axes.set_xlabel("parameters per layer (average)")
-        charts.save(drawing, path)
+    def where(self, point: Point) -> float:
+        return float(point.facts["parameters per layer"])
 
 
-class Optimizers(StepTimes):
+class Optimizers(Along):
     """Figure 7: speedup against the optimizer's share of the baseline's step."""
 
     over = (("optimizer", "optimizers"),)
+    text = "optimizer's share of the default step (%)"
 
-    def draw(self, result: Result, path: Path) -> None:
-        def where(point: Point) -> float:
-            return 100 * optimizer_share(point).median
-
-        drawing, axes = charts.figure(titled(result), width=8.5)
-        draw_speedups(axes, result, where, "optimizer")
-        axes.margins(x=0.1)
-        axes.set_xlabel("optimizer's share of the default step (%)")
-        charts.save(drawing, path)
+    def where(self, point: Point) -> float:
+        return 100 * speedup(point.values("baseline", "optimizer"), point.values("baseline", "step")).median
 
     def notes(self, result: Result) -> list[str]:
-        shares = ", ".join(f"{p.at['optimizer']} {amount(100 * optimizer_share(p).median, '%')}" for p in result.points)
+        shares = ", ".join(f"{p.at['optimizer']} {amount(self.where(p), '%')}" for p in result.points)
         return [f"Optimizer's share of the default step: {shares}."]
 
 
@@ -327,28 +331,31 @@ class Machines(Breakdown):
         (point,) = result.points
         forward, backward = like_the_paper(point, "forward"), like_the_paper(point, "backward")
         ours = (
-            measured(point, "baseline", "step"),
-            measured(point, forward, "step"),
-            measured(point, backward, "step"),
-            ratio(point, "baseline", forward),
-            ratio(point, "baseline", backward),
+            ("ms", "baseline", measured(point, "baseline", "step")),
+            ("ms", "forward-fusion", measured(point, forward, "step")),
+            ("ms", "backward-fusion", measured(point, backward, "step")),
+            ("x", "forward-fusion speedup", ratio(point, "baseline", forward)),
+            ("x", "backward-fusion speedup", ratio(point, "baseline", backward)),
         )
-        return [Comparison(c, m) for row in table_2().values() for c, m in zip(row, ours, strict=True)]
+        return [
+            Comparison(Claim(PAPER, "Table 2", unit, value, f"{machine}, {what}"), found)
+            for machine, row in paper("fusion").tables["table-2"].items()
+            for value, (unit, what, found) in zip(row, ours, strict=True)
+        ]
 
     def draw(self, result: Result, path: Path) -> None:
         (point,) = result.points
-        peer = strongest_peer(point)
-        names = [*(f"{machine}\n(paper)" for machine in table_2()), "this machine\n(same kernel)"]
+        peer, table = strongest_peer(point), paper("fusion").tables["table-2"]
+        names = [*(f"{machine}\n(paper)" for machine in table), "this machine\n(same kernel)"]
         names.append(f"this machine\n(against {peer})")
         drawing, axes = charts.figure(titled(result), width=10)
         for index, mode in enumerate(MODES):
-            published = [row[index - 2].value for row in table_2().values()]
+            theirs = [spread([row[index - 2]]) for row in table.values()]
             ours = [ratio(point, "baseline", like_the_paper(point, mode)), ratio(point, peer, f"retime_{mode}")]
             shift, text = (index - 0.5) * 0.2, f"{mode}-fusion"
-            paper = [Spread(value, value, value) for value in published]
             places = [number + shift for number in range(len(names))]
-            charts.points_with_spread(axes, places[: len(paper)], paper, f"{text}, the paper's", index, filled=False)
-            charts.points_with_spread(axes, places[len(paper) :], ours, text, index)
+            charts.points_with_spread(axes, places[: len(table)], theirs, f"{text}, the paper's", index, filled=False)
+            charts.points_with_spread(axes, places[len(table) :], ours, text, index)
         axes.set_xticks(range(len(names)), names, fontsize=8)
         charts.even_line(axes, "no gain")
         axes.set_ylabel("speedup of a step (x)")
@@ -404,11 +411,6 @@ def fitted(points: list[Point]) -> SpeedupFit | None:
     return fit_speedup(sizes, medians("baseline"), {name: medians(name) for name in compared(points)})
 
 
-def optimizer_share(point: Point) -> Spread:
-    """The optimizer's part of the baseline's step, 0 to 1."""
-    return speedup(point.values("baseline", "optimizer"), point.values("baseline", "step"))
-
-
 def batch_axis(axes: Any, result: Result) -> None:
     """A logarithmic axis with a tick at each measured batch size."""
     sizes = sorted({int(point.at["batch_size"]) for point in result.points})
@@ -416,24 +418,3 @@ def batch_axis(axes: Any, result: Result) -> None:
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
     axes.set_xlabel("batch size (samples)")
-
-
-def draw_speedups(axes: Any, result: Result, where: Callable[[Point], float], name_key: str) -> None:
-    """Speedups of both modes at `where(point)`, each point named: same kernel, and against the strongest peer."""
-    points = sorted(result.points, key=where)
-    index = 0
-    for mode in MODES:
-        same_kernel = [ratio(point, "baseline", like_the_paper(point, mode)) for point in points]
-        against_peer = [ratio(point, strongest_peer(point), f"retime_{mode}") for point in points]
-        for text, values in (("the default, same kernel", same_kernel), ("the strongest peer", against_peer)):
-            charts.points_with_spread(axes, [*map(where, points)], values, f"{mode}-fusion over {text}", index)
-            index += 1
-    charts.even_line(axes, "no gain")
-    bottom, top = axes.get_ylim()
-    for number, point in enumerate(points):
-        height = top + (0.02 + 0.05 * (number % 3)) * (top - bottom)
-        axes.annotate(str(point.at[name_key]), (where(point), height), ha="center", fontsize=8, annotation_clip=False)
-        axes.axvline(where(point), color=charts.GREY, linewidth=0.5, alpha=0.4, zorder=0)
-    axes.set_ylim(bottom, top + 0.18 * (top - bottom))
-    axes.set_ylabel("speedup of a step (x)")
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)

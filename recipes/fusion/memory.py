@@ -11,7 +11,7 @@ written. The same linear layers run by hand, without autograd, so that the place
 same in all variants.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ MIB = 2**20
 FIRST, LATER, GRADIENTS = "peak of the first step", "peak of later steps", "gradients alive"
 # Tensors from this size on are mapped apart and given back when freed (glibc's M_MMAP_THRESHOLD, mallopt(3)).
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+_ADAMW: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
 
 
 class PeakMemory(Recipe[FusionSettings]):
@@ -62,17 +63,13 @@ class PeakMemory(Recipe[FusionSettings]):
         return Measured([Row(name, quantity, "MiB", values) for (name, quantity), values in measured.items()], facts)
 
     def notes(self, result: Result) -> list[str]:
-        lines = ["Bytes above the same process before it built the model; a fresh process for each value."]
-        if not result.points:
-            return lines
         biggest = max(result.points, key=lambda point: int(point.facts["parameters"]))
         weights = 4 * biggest.facts["parameters"] / MIB
-        for name in biggest.variants(LATER):
-            peak = biggest.median(name, LATER)
-            lines.append(
-                f"- {label(name)}: {amount(peak / weights, 'x')} the bytes of the weights at the largest model"
-            )
-        return lines
+        sizes = {name: amount(biggest.median(name, LATER) / weights, "x") for name in biggest.variants(LATER)}
+        return [
+            "Bytes above the same process before it built the model; a fresh process for each value.",
+            *(f"- {label(name)}: {size} the bytes of the weights at the largest model" for name, size in sizes.items()),
+        ]
 
     def draw(self, result: Result, path: Path) -> None:
         points = sorted(result.points, key=lambda point: int(point.facts["parameters"]))
@@ -94,12 +91,7 @@ class PeakMemory(Recipe[FusionSettings]):
 
 
 AFTER, OWN, ROTATING, SAME = "after the backward pass", "at once, a place each", "at once, 3 places", "at once, 1 place"
-PLACES: dict[str, tuple[bool, int | None]] = {
-    AFTER: (False, None),
-    OWN: (True, None),
-    ROTATING: (True, 3),
-    SAME: (True, 1),
-}
+PLACES = {AFTER: (False, None), OWN: (True, None), ROTATING: (True, 3), SAME: (True, 1)}
 """By variant: whether a layer is updated as soon as its gradient is there, and over how many buffers gradients go."""
 
 
@@ -143,11 +135,7 @@ class LinearChain:
             step += 1
         fused_adamw(
             *(of(self._weights), of(self._gradients), of(self._first), of(self._second), [], steps),
-            lr=1e-3,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.01,
-            eps=1e-8,
+            **_ADAMW,
             amsgrad=False,
             maximize=False,
         )
@@ -176,9 +164,7 @@ class GradientPlace(Recipe[FusionSettings]):
         chains = {
             name: LinearChain(depth, width, at["batch_size"], *how, seed=settings.seed) for name, how in PLACES.items()
         }
-        blocks: dict[str, Callable[[], float]] = {
-            name: partial(chain.block, settings.steps) for name, chain in chains.items()
-        }
+        blocks = {name: partial(chain.block, settings.steps) for name, chain in chains.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
         rows = [Row(name, "step", "ms", [round(value, 5) for value in values]) for name, values in times.items()]
         found = places_in_practice(settings, at["batch_size"])

@@ -3,7 +3,6 @@
 import copy
 import os
 import statistics
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed
-from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-import retime  # noqa: F401 -- registers the strategy names
 from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Answer
 from retime.recipes.core import charts
@@ -25,10 +22,11 @@ from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, ratio, titled
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.emulated import loopback, run_ranks
-from retime.recipes.fusion.figures import MODES, PAPER, StepTimes, label, strongest_peer
+from retime.recipes.fusion.figures import MODES, OURS, PAPER, StepTimes, label, strongest_peer
 from retime.recipes.fusion.settings import FusionSettings
 from retime.recipes.fusion.variants import VARIANTS, BareLoop
 from retime.recipes.models import parameter_count
+from retime.strategies import FusedOptimizerDDPStrategy
 
 MIB = 2**20
 WARMUP_STEPS = 3
@@ -41,43 +39,21 @@ def trainer_run(variant: str, *, distributed: bool = False) -> Run:
     mode = variant.removeprefix("retime_")
     if mode == variant:
         return Run(lambda: "ddp" if distributed else "auto", flags)
-    return Run(lambda: _fused_strategy(mode, distributed), flags)
-
-
-def _fused_strategy(mode: str, distributed: bool) -> Strategy | str:
     if distributed:
-        from retime.strategies import FusedOptimizerDDPStrategy
-
-        strategy: Strategy = FusedOptimizerDDPStrategy(mode=mode)
-        return strategy
-    return "fused_optimizer" if mode == "backward" else "fused_optimizer_forward"
+        return Run(lambda: FusedOptimizerDDPStrategy(mode=mode), flags)
+    return Run(lambda: "fused_optimizer" if mode == "backward" else "fused_optimizer_forward", flags)
 
 
-class TrainerBlocks:
-    """Short fits of every variant from the same weights; `blocks()` gives one callable a variant for `interleave`."""
+def fit(settings: FusionSettings, model: nn.Module, batches: list[Batch], variant: str, **options: Any) -> Training:
+    """A short fit of a variant on `settings.devices`, always from the same weights; `options` go to `train`."""
+    run = trainer_run(variant, distributed=settings.devices > 1)
+    options |= {"device": settings.hardware.device, "devices": settings.devices}
+    return train(run, copy.deepcopy(model), batches, settings.optimizer, **options)
 
-    def __init__(self, model: nn.Module, batches: list[Batch], settings: FusionSettings, *, distributed: bool) -> None:
-        self._model = model
-        self._batches = batches
-        self._settings = settings
-        self._distributed = distributed
 
-    def fit(self, variant: str, **options: Any) -> Training:
-        return train(
-            trainer_run(variant, distributed=self._distributed),
-            copy.deepcopy(self._model),
-            self._batches,
-            self._settings.optimizer,
-            device=self._settings.hardware.device,
-            devices=self._settings.devices,
-            **options,
-        )
-
-    def blocks(self) -> dict[str, Callable[[], float]]:
-        def block(variant: str) -> float:
-            return statistics.median(self.fit(variant).step_ms[WARMUP_STEPS:])
-
-        return {name: partial(block, name) for name in self._settings.variants}
+def step_ms(settings: FusionSettings, model: nn.Module, batches: list[Batch], variant: str) -> float:
+    """The typical step of such a fit."""
+    return statistics.median(fit(settings, model, batches, variant).step_ms[WARMUP_STEPS:])
 
 
 class Targets(CaseRecipe[FusionSettings], StepTimes):
@@ -89,12 +65,12 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
         model = build_model(case["model"], torch.device("cpu"), settings.seed)
         steps = WARMUP_STEPS + settings.steps + 1  # as many times between ends of batches, less one
         batches = build_batches(case["data"], case["batch_size"], steps, device)
-        fits = TrainerBlocks(model, batches, settings, distributed=False)
-        times = interleave(fits.blocks(), settings.rounds, settings.warmup_rounds, tick)
+        blocks = {name: partial(step_ms, settings, model, batches, name) for name in settings.variants}
+        times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
         rows = [Row(name, "step", "ms", [round(value, 5) for value in values]) for name, values in times.items()]
         digests = {}
         for name in settings.variants:
-            counted = fits.fit(name, count_gradients=True)
+            counted = fit(settings, model, batches, name, count_gradients=True)
             digests[name] = counted.weights
             rows.append(Row(name, FIRST_GRADIENTS, "MiB", [counted.first_peak_gradient_bytes / MIB]))
             rows.append(Row(name, GRADIENTS, "MiB", [counted.peak_gradient_bytes / MIB]))
@@ -117,7 +93,7 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
                     lines.append(Comparison(Target(what, "x", least), ratio(cases[case], "fused", variant)))
         for case, point in cases.items():
             if case == CANNOT_HELP:
-                for variant in ("retime_backward", "retime_forward"):
+                for variant in OURS:
                     target = Target(f"{case}: time {label(variant)} adds to the plain strategy", "%", 1.0, at_most=True)
                     lines.append(Comparison(target, overhead_percent(point, variant)))
             elif point.has("retime_backward", GRADIENTS):
@@ -129,13 +105,12 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
         return lines
 
     def notes(self, result: Result) -> list[str]:
-        lines = []
-        for point in result.points:
-            for variant in ("retime_backward", "retime_forward"):
-                found = ratio(point, "baseline", variant)
-                if found:
-                    lines.append(f"- {point.at['case']}: {label(variant)} over default AdamW {found.median:.2f} x")
-        return lines
+        return [
+            f"- {point.at['case']}: {label(variant)} over default AdamW {found.median:.2f} x"
+            for point in result.points
+            for variant in OURS
+            if (found := ratio(point, "baseline", variant))
+        ]
 
     def draw(self, result: Result, path: Path) -> None:
         drawing, axes = charts.figure(titled(result), width=9)
@@ -229,9 +204,10 @@ def _times_of_rank(request: dict[str, Any]) -> dict[str, Any] | None:
     model = build_model(settings.model, torch.device("cpu"), settings.seed)
     steps = WARMUP_STEPS + settings.steps + 1
     batches = build_batches(settings.data, settings.batch_size or 1, steps * settings.devices, device)
-    fits = TrainerBlocks(model, batches[rank :: settings.devices], settings, distributed=settings.devices > 1)
-    times = interleave(fits.blocks(), settings.rounds, settings.warmup_rounds)
-    digests = {name: fits.fit(name).weights for name in settings.variants}
+    batches = batches[rank :: settings.devices]
+    blocks = {name: partial(step_ms, settings, model, batches, name) for name in settings.variants}
+    times = interleave(blocks, settings.rounds, settings.warmup_rounds)
+    digests = {name: fit(settings, model, batches, name).weights for name in settings.variants}
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if world_size > 1:
         # Left to the interpreter's end, gloo's threads may outlive what they use, and the process aborts.

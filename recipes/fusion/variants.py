@@ -25,9 +25,9 @@ What a variant's step takes at its peak, a process of its own measures (`serve`,
 """
 
 import gc
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -67,41 +67,27 @@ class Variant:
     peer: bool = False
 
 
+def _update(optimizer: Optimizer, *_: Any) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def _plain(model: nn.Module, make: MakeOptimizer) -> Wired:
-    optimizer = make(model.parameters())
-
-    def finish() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Wired(finish)
+    return Wired(partial(_update, make(model.parameters())))
 
 
 def _hooked(model: nn.Module, make: MakeOptimizer) -> Wired:
-    optimizers = {parameter: make([parameter]) for parameter in model.parameters() if parameter.requires_grad}
-
-    def update(parameter: Tensor) -> None:
-        optimizer = optimizers[parameter]  # type: ignore[index]
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            update = partial(_update, make([parameter]))
+            parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
     return Wired(lambda: None)
 
 
-def _fusion(mode: str) -> Callable[[nn.Module, MakeOptimizer], Wired]:
-    def wire(model: nn.Module, make: MakeOptimizer) -> Wired:
-        optimizer = make(model.parameters())
-        fusion = fuse_optimizer(model, optimizer, mode=mode)
-
-        def finish() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return Wired(finish, fusion.report)
-
-    return wire
+def _fusion(mode: str, model: nn.Module, make: MakeOptimizer) -> Wired:
+    optimizer = make(model.parameters())
+    fusion = fuse_optimizer(model, optimizer, mode=mode)
+    return Wired(partial(_update, optimizer), fusion.report)
 
 
 def _kernel_in_hooks(model: nn.Module, make: MakeOptimizer) -> Wired:
@@ -160,15 +146,16 @@ def _no_update(model: nn.Module, make: MakeOptimizer) -> Wired:
     return Wired(lambda: None)
 
 
+_backward, _forward = partial(_fusion, "backward"), partial(_fusion, "forward")
 VARIANTS: dict[str, Variant] = {
     "baseline": Variant("default optimizer", "default", _plain, peer=True),
     "foreach": Variant("foreach=True", "foreach", _plain, peer=True),
     "fused": Variant("fused=True", "fused", _plain, peer=True),
     "post_accumulate_hook": Variant("hook per parameter", "best", _hooked, peer=True),
-    "retime_backward": Variant("retime backward", "best", _fusion("backward"), ours=True),
-    "retime_forward": Variant("retime forward", "best", _fusion("forward"), ours=True),
-    "retime_backward_default": Variant("retime backward, default kernel", "default", _fusion("backward"), ours=True),
-    "retime_forward_default": Variant("retime forward, default kernel", "default", _fusion("forward"), ours=True),
+    "retime_backward": Variant("retime backward", "best", _backward, ours=True),
+    "retime_forward": Variant("retime forward", "best", _forward, ours=True),
+    "retime_backward_default": Variant("retime backward, default kernel", "default", _backward, ours=True),
+    "retime_forward_default": Variant("retime forward, default kernel", "default", _forward, ours=True),
     "kernel_in_hooks": Variant("kernel in hooks (bound)", "best", _kernel_in_hooks),
     "no_update": Variant("no update (bound)", "default", _no_update),
 }
@@ -178,11 +165,7 @@ class BareLoop:
     """A variant's own model with its updates arranged, and a batch; `block()` runs steps and times their phases."""
 
     def __init__(
-        self,
-        variant: Variant,
-        model: nn.Module,
-        batch: tuple[Tensor, Tensor],
-        optimizer: dict[str, Any],
+        self, variant: Variant, model: nn.Module, batch: tuple[Tensor, Tensor], optimizer: dict[str, Any]
     ) -> None:
         self.model = model
         self.inputs, self.targets = batch
@@ -259,7 +242,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "gradient_bytes": gradients.peak,
         "parameters": parameter_count(model),
         "source": source,
-        "process": os.getpid(),
     }
 
 

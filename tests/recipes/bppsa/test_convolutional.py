@@ -1,12 +1,18 @@
 """The recipes on BPPSA's convolutional networks, at small sizes, from the command line to the report."""
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
+from retime.mechanisms.scan import CsrPattern, transposed_jacobian
+from retime.recipes.bppsa import convolutional_jacobians as matrices
 from retime.recipes.bppsa.convolutional import (
     DENSE,
     MOVED,
@@ -23,19 +29,12 @@ from retime.recipes.bppsa.convolutional import (
     scans,
     variants,
 )
-from retime.recipes.bppsa.convolutional_jacobians import (
-    ALL,
-    AUTOGRAD,
-    DIFFERENCE,
-    NUMERICAL,
-    VALUES,
-    Generation,
-    autograd_columns,
-    numerical_columns,
-)
 from retime.recipes.bppsa.settings import ConvolutionalSettings
+from retime.recipes.bppsa.training import ACCURACY, FRESH, STALE, batches, train
 from retime.recipes.core.results import Result, load
+from retime.recipes.data import digits
 from retime.recipes.models import lenet5
+from support.recipes import settings_for
 
 Command = Callable[..., Path]
 
@@ -48,7 +47,7 @@ def test_table_1(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert (convolution.facts["entries"], relu.facts["entries"], pool.facts["entries"]) == (1_696_512, 65_536, 65_536)
     assert convolution.facts["full matrix MiB"] == 768
     for point in result.points:
-        assert point.variants("step") == [VALUES, ALL, AUTOGRAD, NUMERICAL]
+        assert point.variants("step") == [matrices.VALUES, matrices.ALL, matrices.AUTOGRAD, matrices.NUMERICAL]
         assert point.facts["largest difference from autograd's columns"] == 0
     shown = capsys.readouterr().out
     assert "sparsity 0.991573, the paper's 0.99157" in shown
@@ -57,15 +56,15 @@ def test_table_1(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_table_1_refuses_an_unknown_operator() -> None:
     with pytest.raises(ValueError, match=r"operators=\['softmax'\]: choose from convolution, relu, max_pool"):
-        Generation().points(ConvolutionalSettings(operators=["softmax"]))
+        matrices.Generation().points(ConvolutionalSettings(operators=["softmax"]))
 
 
 def test_both_baselines_give_the_jacobian() -> None:
     torch.manual_seed(0)
     layer, inputs = nn.Linear(4, 3), torch.randn(1, 4)
-    torch.testing.assert_close(autograd_columns(layer, inputs, 3), layer.weight.detach().t())
+    torch.testing.assert_close(matrices.autograd_columns(layer, inputs, 3), layer.weight.detach().t())
     torch.testing.assert_close(
-        numerical_columns(layer, inputs, 4), layer.weight.detach(), rtol=0, atol=1e-6 / DIFFERENCE
+        matrices.numerical_columns(layer, inputs, 4), layer.weight.detach(), rtol=0, atol=1e-6 / matrices.DIFFERENCE
     )
 
 
@@ -110,14 +109,10 @@ def test_figure_6_would_show_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -
     assert first_difference(lenet5(width=0.3), batch, 1) > 0.1
 
 
-def figure_10(run: Command) -> Result:
-    small = ("model.width=0.125", "batch_size=4", "steps=1", "retrain_steps=1")
-    more = "cases.guaranteed={pruning: class_uniform, zeros: guaranteed, levels: 1}"
-    return load(run("experiment=bppsa_fig10", *small, f"+{more}"))
-
-
 def test_figure_10(run: Command, tmp_path: Path) -> None:
-    result = figure_10(run)
+    small = ("model.width=0.125", "batch_size=4", "steps=1", "retrain_steps=1")
+    more = "+cases.guaranteed={pruning: class_uniform, zeros: guaranteed, levels: 1}"
+    result = load(run("experiment=bppsa_fig10", *small, more))
     assert [point.at["case"] for point in result.points] == ["class-blind", "class-uniform", "guaranteed"]
     for point in result.points:
         steps = point.facts["scan: kind, FLOP, m*n*k, critical"]
@@ -129,9 +124,7 @@ def test_figure_10(run: Command, tmp_path: Path) -> None:
     uniform, guaranteed = result.points[1:]
     assert guaranteed.values(SPARSE, "FLOP in all")[0] > uniform.values(SPARSE, "FLOP in all")[0]
     (report,) = tmp_path.rglob("result.md")
-    assert (
-        report.read_text().count("Caveat: the green circles, the paper's baseline, are operators of the network") == 3
-    )
+    assert report.read_text().count("Caveat: the green circles, the paper's baseline, are operators of the") == 3
 
 
 def test_figure_10_refuses_an_unknown_case() -> None:
@@ -154,3 +147,59 @@ def test_worst_operator_of_unpruned_vgg_11_by_formula() -> None:
     """6.3e7 = 2 * 256 * 256 * 22^2: of 24 rows of taps over an 8 x 8 image 22 lie inside; here with fewer channels."""
     (found,) = jacobians(nn.Sequential(nn.Conv2d(6, 5, 3, padding=1)), torch.randn(1, 6, 8, 8), "guaranteed")
     assert operator_flop(*found)[0] == 2 * 6 * 5 * 22**2
+
+
+def test_figure_12(run: Command, tmp_path: Path) -> None:
+    result = load(run("experiment=bppsa_fig12", "rounds=2", "steps=4", "evaluate_every=2", "decay_every=3"))
+    (point,) = result.points
+    layers = [3] * 4 + [2] * 4 + [1] * 3 + [0] * 3  # of 14, those of the first GPU have three updates behind them
+    assert point.facts["delays of the weights"] == [delay for delay in layers for _ in ("weight", "bias")]
+    assert [len(point.values(name, ACCURACY)) for name in (FRESH, STALE)] == [2, 2]
+    (report,) = tmp_path.rglob("result.md")
+    assert "accuracy that PipeDream's staleness costs with Adam, top-1 | 2.60 %" in report.read_text()
+
+
+def test_gradients_are_of_old_weights() -> None:
+    """By hand: a weight's gradient two updates late, its bias's at once, both added to what is newest."""
+    data, sgd = {"_target_": "retime.recipes.data.digits"}, {"_target_": "torch.optim.SGD", "lr": 0.1}
+    settings = ConvolutionalSettings(data=data, optimizer=sgd, batch_size=4, decay_every=3)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    versions = [[each.detach().clone().requires_grad_() for each in model.parameters()]]
+    for number, (inputs, targets) in enumerate(islice(batches(digits(), 4, 0, torch.device("cpu")), 5)):
+        old = [versions[max(0, number - 2)][0], versions[number][1]]
+        loss = nn.functional.cross_entropy(nn.functional.linear(inputs.flatten(1), *old), targets)
+        updates = zip(versions[number], torch.autograd.grad(loss, old), strict=True)
+        rate = 0.1 if number < 3 else 0.01
+        versions.append([(value - rate * each).detach().requires_grad_() for value, each in updates])
+    assert len(list(train(model, settings, 5, [2, 0]))) == 5
+    for ours, wanted in zip(model.parameters(), versions[-1], strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+def figure_5(folder: Path, *overrides: str) -> Result:
+    settings = settings_for("experiment=bppsa_fig5", "image_size=4", *overrides)
+    return matrices.Patterns().run(settings, folder, Console(quiet=True))
+
+
+def test_stored_places_are_those_that_can_be_non_zero(tmp_path: Path) -> None:
+    result = figure_5(tmp_path)
+    assert [point.facts[matrices.OTHERS] for point in result.points] == [0, 0, 0]
+    names = (matrices.STORED, matrices.NON_ZERO)
+    stored, seen = ([point.values(name, matrices.PLACES)[0] for point in result.points] for name in names)
+    assert stored == [3 * 2 * 10**2, 32, 32]
+    assert (seen[0], seen[1] <= 8) == (stored[0], True)  # of a pooling one input a window
+    matrices.Patterns().draw(result, tmp_path / "result.png")
+    assert (tmp_path / "result.png").stat().st_size > 1000
+    said = " ".join(matrices.Patterns().notes(result))
+    assert "convolution: 48 x 32, 60.9 % guaranteed zeros; 0 places differ over 65 inputs" in said
+
+
+def test_a_place_too_many_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(layer: Any, inputs: torch.Tensor) -> Any:
+        outputs, found = transposed_jacobian(layer, inputs)
+        return outputs, SimpleNamespace(pattern=CsrPattern.full(found.pattern.rows, found.pattern.columns))
+
+    monkeypatch.setattr(matrices, "transposed_jacobian", full)
+    (point,) = figure_5(tmp_path, "operators=[relu]", "rounds=8").points
+    assert point.facts[matrices.OTHERS] == 32 * 32 - 32

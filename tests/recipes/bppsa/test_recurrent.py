@@ -1,36 +1,20 @@
 """BPPSA's recurrent recipes: small runs of each, what they count, and the paper's numbers."""
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from retime.recipes.bppsa.recurrent import (
-    BASELINE,
-    RAN,
-    Targets,
-    TrainingLoop,
-    gradient_differences,
-    label,
-    solver_taken,
-    steps_for,
-    worst_of,
-)
-from retime.recipes.bppsa.recurrent_figures import (
-    Curves,
-    InstrumentCurves,
-    Instruments,
-    Scaling,
-    Shuffled,
-    over_batch,
-    over_length,
-    smoothed,
-    thinned,
-)
+from retime.mechanisms.scan import backward
+from retime.recipes.bppsa import recurrent
+from retime.recipes.bppsa import recurrent_figures as figures
 from retime.recipes.bppsa.settings import RecurrentSettings, of_epochs
+from retime.recipes.bppsa.training import batches
 from retime.recipes.core.claims import paper
+from retime.recipes.core.measure import PhaseClock
 from retime.recipes.core.results import Point, load
 from retime.recipes.core.schema import Hardware
 from retime.recipes.data import bitstreams, synthetic_irmas
@@ -78,9 +62,9 @@ def test_variants_train_the_same_network(cell):
     model = recurrent_classifier(cell, input_size=1, hidden_size=4)
     data = bitstreams(steps=12, length=4)
     batch = data.inputs, data.targets
-    loops = {name: TrainingLoop(name, model, ADAM, CPU) for name in ("baseline", "chunk", "blelloch")}
+    loops = {name: recurrent.TrainingLoop(name, model, ADAM, CPU) for name in ("baseline", "chunk", "blelloch")}
     assert [type(loop.model.recurrent).__name__ for loop in loops.values()] == [cell, f"Scan{cell}", f"Scan{cell}"]
-    assert max(gradient_differences(loops, batch).values()) < 1e-4
+    assert max(recurrent.gradient_differences(loops, batch).values()) < 1e-4
     losses = {name: [float(loop.step(batch)) for _ in range(3)] for name, loop in loops.items()}
     assert losses["chunk"] == pytest.approx(losses["baseline"], rel=1e-4)
     assert losses["baseline"][2] < losses["baseline"][0]
@@ -94,39 +78,37 @@ def test_unknown_cells_are_refused():
 
 @pytest.mark.parametrize("data", [bitstreams(steps=3, length=10), synthetic_irmas(length=10)])
 def test_batches_are_the_same_for_every_variant_and_cover_an_epoch(data):
-    one, other = Shuffled(data, 4, 0, CPU), Shuffled(data, 4, 0, CPU)
-    for number in (0, 3, 1):
-        assert torch.equal(one[number][0], other[number][0])
-        assert one[number][1].shape == (4,)
+    one, other = ([*islice(batches(data, 4, 0, CPU), 4)] for _ in range(2))
+    assert [inputs.tolist() for inputs, _ in one] == [inputs.tolist() for inputs, _ in other]
+    assert {targets.shape for _, targets in one} == {(4,)}
     assert not torch.equal(one[0][0], one[2][0])  # the next epoch has another order
     with pytest.raises(ValueError, match="batch_size=11, but the data set has only 10 examples"):
-        Shuffled(data, 11, 0, CPU)
+        next(batches(data, 11, 0, CPU))
 
 
 def test_long_curves_are_stored_as_means_of_windows():
-    assert thinned([1.0, 2.0]) == [1.0, 2.0]
-    stored = thinned([float(k) for k in range(1001)])
+    assert figures.thinned([1.0, 2.0]) == [1.0, 2.0]
+    stored = figures.thinned([float(k) for k in range(1001)])
     assert stored[:2] == [1.0, 4.0]
     assert len(stored) == 334
-    assert thinned([float(k) for k in range(1001)], last=True)[-1] == 1000.0
+    assert figures.thinned([float(k) for k in range(1001)], last=True)[-1] == 1000.0
 
 
 def test_drawn_curves_are_means():
-    assert smoothed([4.0, 2.0, 3.0, 1.0], 2) == [4.0, 3.0, 2.5, 2.0]
-    assert smoothed([4.0, 2.0], 1) == [4.0, 2.0]
+    assert figures.smoothed([4.0, 2.0, 3.0, 1.0], 2) == [4.0, 3.0, 2.5, 2.0]
+    assert figures.smoothed([4.0, 2.0], 1) == [4.0, 2.0]
 
 
 def test_auto_is_called_by_the_solver_that_ran():
-    assert label("auto", Point({}, {}, [], {RAN: "sequential"})) == "auto: one loop (sequential)"
-    assert label("auto", Point({}, {}, [])) == label("auto") == "auto: a scan or one loop"
-    long, short = (torch.zeros(2, steps, 1) for steps in (1000, 4))
-    assert solver_taken(recurrent_classifier("RNN"), (long, long)) == "chunk"
-    assert solver_taken(recurrent_classifier("RNN"), (short, short)) == "torch's own"
+    assert recurrent.label("auto", Point({}, {}, [], {recurrent.RAN: "sequential"})) == "auto: one loop (sequential)"
+    assert recurrent.label("auto", Point({}, {}, [])) == recurrent.label("auto") == "auto: a scan or one loop"
+    layer = recurrent_classifier("RNN").recurrent
+    assert [recurrent.solver_taken(layer, torch.zeros(steps, 2, 1)) for steps in (1000, 4)] == ["chunk", "torch's own"]
 
 
 def test_long_sequences_have_short_blocks():
-    some = settings(Scaling, steps=3)
-    assert [steps_for(some, length) for length in (10, 1000, 3000, 30000)] == [60, 3, 1, 1]
+    some = settings(figures.Scaling, steps=3)
+    assert [figures.steps_for(some, length) for length in (10, 1000, 3000, 30000)] == [60, 3, 1, 1]
 
 
 def test_the_papers_tables_say_what_its_text_says():
@@ -145,10 +127,10 @@ def test_the_papers_tables_say_what_its_text_says():
 
 
 def test_figure_8(tmp_path: Path):
-    result, text = run(Scaling, tmp_path / "r", sequence_lengths=[10, 20], batch_sizes=[1, 2])
+    result, text = run(figures.Scaling, tmp_path / "r", sequence_lengths=[10, 20], batch_sizes=[1, 2])
     assert [point.at for point in result.points] == [{"T": 10, "B": 2}, {"T": 20, "B": 2}, {"T": 20, "B": 1}]
-    assert [point.at["T"] for point in over_length(result)] == [10, 20]
-    assert [point.at["B"] for point in over_batch(result)] == [2, 1]
+    assert [point.at["T"] for point in figures.along(result, "T")] == [10, 20]
+    assert [point.at["B"] for point in figures.along(result, "B")] == [2, 1]
     assert "bppsa, Table 4" in text
     assert "108.0 x" in text
     assert "a backward pass that took no time" in text
@@ -158,20 +140,33 @@ def test_figure_8(tmp_path: Path):
 
 
 def test_figure_8_of_one_axis(tmp_path: Path):
-    result, _ = run(Scaling, tmp_path / "r", sequence_lengths=[10, 20], variants=["baseline", "auto"])
-    assert over_batch(result) == []
+    result, _ = run(figures.Scaling, tmp_path / "r", sequence_lengths=[10, 20], variants=["baseline", "auto"])
+    assert figures.along(result, "B") == []
 
 
 def test_figure_9(tmp_path: Path):
     data = {"_target_": "retime.recipes.data.synthetic_irmas", "length": 4}
-    result, text = run(Instruments, tmp_path / "r", features=["S"], batch_sizes=[2, 16], data=data)
+    result, text = run(figures.Instruments, tmp_path / "r", features=["S"], batch_sizes=[2, 16], data=data)
     assert [point.facts["time steps"] for point in result.points] == [259, 259]
     assert "bppsa, Table 6 | GRU, S, B=16, whole step (V100)" in text
     assert "13.40 x" in text or "13.4 x" in text
+    point = result.points[1]
+    parts = [point.values(figures.ALONE, part) for part in ("forward", figures.GATES, figures.JACOBIANS)]
+    added = [sum(ms) / plain for *ms, plain in zip(*parts, point.values(figures.PLAIN_ALONE, "forward"), strict=True)]
+    assert point.values(figures.ALONE, figures.OVERHEAD) == pytest.approx([100 * (one - 1) for one in added])
+    assert text.count("bppsa, Table 6 | GRU, S, B=16, overhead (V100) | 26.51 %") == 1  # 2.1 over 1.66 seconds
+    assert "% of torch.nn's forward pass" in text
+
+
+def test_gates_and_jacobians_are_timed_in_every_window(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backward, "LEAST_STEPS", 10)
+    monkeypatch.setattr(backward, "WINDOW_BYTES", 0)
+    layer, clock = recurrent_classifier("GRU").recurrent, PhaseClock(CPU)
+    assert len(recurrent.LayerLoop(figures.Marks(clock), layer, 40, 2, clock).block(1)) == 1 + 2 * 4 + 1 + 1
 
 
 def test_figure_7(tmp_path: Path):
-    result, text = run(Curves, tmp_path / "r", rounds=3, steps=2)
+    result, text = run(figures.Curves, tmp_path / "r", rounds=3, steps=2)
     (point,) = result.points
     assert len(point.facts["auto losses"]) == 6
     assert point.facts["auto seconds"] == sorted(point.facts["auto seconds"])
@@ -181,8 +176,8 @@ def test_figure_7(tmp_path: Path):
 
 
 def test_figure_13(tmp_path: Path):
-    data = {"_target_": "retime.recipes.data.synthetic_irmas", "length": 4}
-    result, text = run(InstrumentCurves, tmp_path / "r", features=["S", "M"], data=data, variants=["baseline", "auto"])
+    some = {"data": {"_target_": "retime.recipes.data.synthetic_irmas", "length": 4}, "variants": ["baseline", "auto"]}
+    result, text = run(figures.InstrumentCurves, tmp_path / "r", features=["S", "M"], **some)
     assert [point.at["features"] for point in result.points] == ["S", "M"]
     assert "Table 6 | GRU, M, B=16, backward (V100)" in text
 
@@ -200,22 +195,22 @@ def test_targets(tmp_path: Path):
             "most_states": 60,
         },
     }
-    result, text = run(Targets, tmp_path / "r", cases=cases)
+    result, text = run(recurrent.Targets, tmp_path / "r", cases=cases)
     speed, grid = result.points
     assert [point.at["case"] for point in result.points] == ["rnn_batch16", "grid_gru"]
-    assert speed.has(BASELINE, "backward")
+    assert speed.has(recurrent.BASELINE, "backward")
     assert grid.facts["left out, more states than most_states"] == ["T=10 B=4 H=3"]
     assert set(grid.facts["auto chose"]) == {"T=5 B=1 H=3", "T=5 B=4 H=3", "T=10 B=1 H=3"}
-    place, worst = worst_of(grid)
-    assert place in {"T=5 B=1 H=3", "T=5 B=4 H=3", "T=10 B=1 H=3"}
-    assert worst.median == min(row.spread.median for row in grid.rows if row.quantity == "speed")
+    worst = recurrent.speeds_of(grid)[0]
+    assert worst.variant in {"T=5 B=1 H=3", "T=5 B=4 H=3", "T=10 B=1 H=3"}
+    assert worst.spread.median == min(row.spread.median for row in grid.rows if row.quantity == "speed")
     assert "RNN, T=20, B=2, H=20: backward over torch.nn's | ≥ 2.000 x" in text
     assert "at the worst shape | ≥ 0.950 x" in text
 
 
 def test_an_unknown_kind_of_case_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="kind='speeed' is unknown: choose speed or grid"):
-        run(Targets, tmp_path / "r", cases={"a": {"kind": "speeed"}})
+        run(recurrent.Targets, tmp_path / "r", cases={"a": {"kind": "speeed"}})
 
 
 def test_from_the_command_line(run: Callable[..., Path]):
