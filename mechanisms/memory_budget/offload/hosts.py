@@ -23,8 +23,7 @@ from retime.foundations.messages import warn_no_effect
 from retime.foundations.streams import Mark, SideStream, has_streams
 from retime.foundations.torch_private.engine import without_dispatch_modes
 from retime.foundations.torch_private.tensors import empty_host_cache
-from retime.mechanisms.memory_budget.offload.storages import never_at_once
-from retime.mechanisms.memory_budget.offload.tier import Finalizers, HostError, HostTier
+from retime.mechanisms.memory_budget.offload.tier import Finalizers, HostError, HostTier, never_at_once
 
 # The host tier of training on a CUDA device: pinned buffers, filled and read on a side stream.
 #

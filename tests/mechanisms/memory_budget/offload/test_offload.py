@@ -19,7 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from retime.mechanisms.memory_budget.offload.hosts import HostDisk, HostMemory, _MemoryCopy
-from retime.mechanisms.memory_budget.offload.saved_tensors import ForwardPass, OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory_budget.offload.passes import ForwardPass
+from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory_budget.offload.tier import HostError
 from retime.schedules.budget import OffloadPlan
 
