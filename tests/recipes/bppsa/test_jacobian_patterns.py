@@ -12,7 +12,7 @@ from retime.mechanisms.scan import CsrPattern, transposed_jacobian
 from retime.recipes.bppsa import convolutional_jacobians
 from retime.recipes.bppsa.convolutional_jacobians import NON_ZERO, OTHERS, PLACES, STORED, Patterns
 from retime.recipes.core.results import Result
-from support.recipes import settings_for
+from support.recipes import assert_draws, settings_for
 
 
 def run(folder: Path, *overrides: str) -> Result:
@@ -27,8 +27,7 @@ def test_stored_places_are_those_that_can_be_non_zero(tmp_path: Path) -> None:
     assert convolution.values(STORED, PLACES) == convolution.values(NON_ZERO, PLACES) == [3 * 2 * 10**2]
     assert pool.values(STORED, PLACES) == relu.values(STORED, PLACES) == [32]
     assert pool.values(NON_ZERO, PLACES)[0] <= 8  # one input a window
-    Patterns().draw(result, tmp_path / "result.png")
-    assert (tmp_path / "result.png").stat().st_size > 1000
+    assert_draws(Patterns(), result, tmp_path)
     assert "convolution: 48 x 32, 60.9 % guaranteed zeros; 0 places differ over 65 inputs" in " ".join(
         Patterns().notes(result)
     )
