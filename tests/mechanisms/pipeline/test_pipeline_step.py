@@ -15,10 +15,7 @@ Case = tuple[int, str]
 """How many ranks, and what they run."""
 
 SAME: dict[str, list[Case]] = {
-    "all_schedules_of_ours": [
-        (2, f"gradients|sequential|{SOON},{LATER}|1"),
-        (4, f"gradients|sequential|{SOON}|1"),
-    ],
+    "all_schedules_of_ours": [(2, f"gradients|sequential|{SOON},{LATER}|1"), (4, f"gradients|sequential|{SOON}|1")],
     "torchs_schedules": [
         (2, f"gradients|sequential|{TORCHS}|1"),
         (4, "gradients|sequential|InterleavedZeroBubble|1"),
