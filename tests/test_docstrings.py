@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from support.paths import tree_of
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     *("schedules", "foundations", "mechanisms", "modules", "strategies", "callbacks"),
@@ -18,11 +20,11 @@ OTHER_DIALECTS = {
 }
 
 
-def offences(source: str) -> list[str]:
-    """Docstrings in ``source`` with fields of another dialect, a line each; strings behind attributes count too."""
+def offences(tree: ast.AST) -> list[str]:
+    """Docstrings in ``tree`` with fields of another dialect, a line each; strings behind attributes count too."""
     return [
         f"line {node.lineno}: {dialect}"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for dialect, fields in OTHER_DIALECTS.items()
         if fields.search(node.value.value)
@@ -33,11 +35,11 @@ def offences(source: str) -> list[str]:
 def test_docstrings_are_in_googles_dialect(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
-    assert {str(file): found for file in files if (found := offences(file.read_text()))} == {}
+    assert {str(file): found for file in files if (found := offences(tree_of(file)))} == {}
 
 
 @pytest.mark.parametrize(
     "docstring", ["Add.\n\n:param a: a number\n", "Add.\n\n@return the sum\n", "Add.\n\nReturns\n-------\nthe sum\n"]
 )
 def test_other_dialects_are_seen(docstring: str) -> None:
-    assert len(offences(f"def add(a):\n    '''{docstring}'''")) == 1
+    assert len(offences(ast.parse(f"def add(a):\n    '''{docstring}'''"))) == 1

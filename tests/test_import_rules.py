@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import setuptools
 
+from support.paths import imports_in, imports_of, tree_of
+
 ROOT = Path(__file__).resolve().parent.parent
 
 LEFT_OF = {
@@ -60,16 +62,19 @@ BANNED = {
 LATE = {"transformers", "hydra", "matplotlib"}
 
 
-def imported(source: str, package: str) -> set[str]:
-    """Every dotted name that ``source``, a module of ``package``, imports anywhere, with relative ones resolved.
+Imports = list[ast.Import | ast.ImportFrom]
+
+
+def imported(imports: Imports, package: str) -> set[str]:
+    """Every dotted name that a module of ``package`` imports, with relative ones resolved.
 
     ``from a import b`` gives both ``a`` and ``a.b``, since b may be a module.
     """
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in imports:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = node.module or ""
             if node.level:
                 parent = package.split(".")[: len(package.split(".")) - node.level + 1]
@@ -78,11 +83,12 @@ def imported(source: str, package: str) -> set[str]:
     return names
 
 
-def offences(folder: str, source: str, package: str, besides: Set[str] = frozenset()) -> list[str]:
-    """What ``source`` imports although its folder may not."""
+def offences(folder: str, imports: Imports, package: str, besides: Set[str] = frozenset()) -> list[str]:
+    """What a file imports although its folder may not."""
     problems = []
     allowed = LEFT_OF[folder] | {folder} | besides
-    for name in sorted(imported(source, package)):
+    names = imported(imports, package)
+    for name in sorted(names):
         top, *rest = name.split(".")
         if top in BANNED.get(folder, set()):
             problems.append(f"{folder} must not import {name}")
@@ -90,21 +96,15 @@ def offences(folder: str, source: str, package: str, besides: Set[str] = frozens
             continue
         elif rest and rest[0] in LEFT_OF and rest[0] not in allowed:
             problems.append(f"{folder} must not import {name}: it is no folder to the left")
-    if folder not in LAST and uses_public_api(source, package):
+    if folder not in LAST and uses_public_api(imports, names):
         problems.append(f"{folder} must not import from retime itself: the public API imports {folder}")
     return problems
 
 
-def uses_public_api(source: str, package: str) -> bool:
-    """Whether ``source`` imports ``retime``, or something else than a folder from it."""
-    plain = any(
-        alias.name == "retime"
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    )
-    names = [name.split(".") for name in imported(source, package) if name.startswith("retime.")]
-    return plain or any(rest[0] not in LEFT_OF for _, *rest in names)
+def uses_public_api(imports: Imports, names: set[str]) -> bool:
+    """Whether a file imports ``retime``, or something else than a folder from it."""
+    plain = any(alias.name == "retime" for node in imports if isinstance(node, ast.Import) for alias in node.names)
+    return plain or any(name.split(".")[1] not in LEFT_OF for name in names if name.startswith("retime."))
 
 
 def files(folder: str) -> list[Path]:
@@ -119,14 +119,14 @@ def test_a_folder_imports_only_what_is_left_of_it(folder):
     for path in sources:
         name = path.relative_to(ROOT)
         package, besides = ".".join(["retime", *name.parent.parts]), BESIDES.get(name.as_posix(), set())
-        problems += [f"{name}: {what}" for what in offences(folder, path.read_text("utf-8"), package, besides)]
+        problems += [f"{name}: {what}" for what in offences(folder, imports_in(path), package, besides)]
     assert not problems, "\n".join(problems)
 
 
-def past_faces(path: Path) -> list[str]:
+def past_faces(path: Path, imports: Imports) -> list[str]:
     """What a file imports from inside a package that it is not in, instead of from the package itself."""
     problems = []
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in imports:
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("retime."):
             continue
         inside = ROOT / Path(*str(node.module).split(".")[1:])
@@ -144,8 +144,14 @@ def has_face(package: Path) -> bool:
 
 @pytest.mark.parametrize("folder", LEFT_OF)
 def test_packages_are_imported_through_their_faces(folder):
-    problems = [what for path in files(folder) for what in past_faces(path)]
+    problems = [what for path in files(folder) for what in past_faces(path, imports_in(path))]
     assert not problems, "\n".join(problems)
+
+
+def named_in(package: Path) -> set[str]:
+    """The names in ``__all__`` of a package that has a face."""
+    body = tree_of(package / "__init__.py").body
+    return {name for node in body if isinstance(node, ast.Assign) for name in ast.literal_eval(node.value)}
 
 
 def test_a_face_names_what_it_shows():
@@ -153,8 +159,7 @@ def test_a_face_names_what_it_shows():
     faces = [package for package in packages if has_face(package)]
     assert len(faces) > 10
     for package in faces:
-        body = ast.parse((package / "__init__.py").read_text("utf-8")).body
-        named = {name for node in body if isinstance(node, ast.Assign) for name in ast.literal_eval(node.value)}
+        body, named = tree_of(package / "__init__.py").body, named_in(package)
         shown = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
         assert named, package
         assert named == shown, package
@@ -165,13 +170,11 @@ def test_an_import_past_a_face_is_found(tmp_path, monkeypatch):
     room = tmp_path / "mechanisms" / "memory_budget"
     room.mkdir(parents=True)
     (room / "inner.py").touch()
-    (room / "other.py").write_text("from retime.mechanisms.memory_budget.inner import x")
-    assert past_faces(room / "other.py") == []
     outsider = tmp_path / "mechanisms" / "outsider.py"
-    outsider.write_text("from retime.mechanisms.memory_budget.inner import x")
-    assert len(past_faces(outsider)) == 1
-    outsider.write_text("from retime.mechanisms.memory_budget import x")
-    assert past_faces(outsider) == []
+    past = imports_of(ast.parse("from retime.mechanisms.memory_budget.inner import x"))
+    assert past_faces(room / "other.py", past) == []
+    assert len(past_faces(outsider, past)) == 1
+    assert past_faces(outsider, imports_of(ast.parse("from retime.mechanisms.memory_budget import x"))) == []
 
 
 def test_every_package_is_packaged(monkeypatch):
@@ -191,11 +194,10 @@ def test_every_package_is_packaged(monkeypatch):
 
 def imports_from(path: Path) -> list[tuple[str, list[str]]]:
     """Each ``from module import names`` of a file that is about retime."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
     return [
         (str(node.module), [alias.name for alias in node.names])
-        for node in nodes
-        if str(node.module).startswith("retime.")
+        for node in imports_in(path)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("retime.")
     ]
 
 
@@ -227,8 +229,7 @@ def through_faces(path: Path) -> list[str]:
         names = [name for name in names if not (path.is_relative_to(package) and (package / f"{name}.py").is_file())]
         if names and path.is_relative_to(package):
             offences.append(f"{path.relative_to(ROOT)}: import from the file itself, not from its own face {module}")
-        body = ast.parse((package / "__init__.py").read_text("utf-8")).body
-        shown = {name for node in body if isinstance(node, ast.Assign) for name in ast.literal_eval(node.value)}
+        shown = named_in(package)
         offences += [f"{path.relative_to(ROOT)}: {module} does not show {name}" for name in names if name not in shown]
     return offences
 
@@ -289,7 +290,7 @@ def test_a_small_file_has_several_importers():
     ],
 )
 def test_the_rules_catch_what_they_should(folder, source, count):
-    assert len(offences(folder, source, f"retime.{folder}")) == count
+    assert len(offences(folder, imports_of(ast.parse(source)), f"retime.{folder}")) == count
 
 
 def test_importing_retime_does_not_import_what_is_needed_late():

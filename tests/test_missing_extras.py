@@ -1,9 +1,6 @@
 """What a fresh process finds: errors that name the extra to install, and strategies that a configuration can name."""
 
-import subprocess
-import sys
-
-from support.warm_start import run_program
+from support.warm_start import WITHOUT_RETIME, run_program
 
 MISSING = """
 import importlib, sys
@@ -24,7 +21,6 @@ for module, package, extra in (("retime.integrations.transformers", "transformer
         raise AssertionError(f"{module} does without {package}")
 """
 CONFIGURED = """
-import sys
 from hydra.utils import instantiate
 assert "retime" not in sys.modules
 strategy = {"_target_": "retime.FusedOptimizerStrategy", "mode": "forward"}
@@ -38,5 +34,4 @@ def test_an_error_names_the_extra_that_is_missing() -> None:
 
 
 def test_a_configuration_names_a_strategy_that_nothing_has_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", CONFIGURED], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_program(WITHOUT_RETIME + CONFIGURED)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from retime.foundations.torch_private import PrivateNameError, attribute, needed_by, read_private, write_private
 from support.private_canaries import canary
-from support.warm_start import run_program
+from support.warm_start import WITHOUT_RETIME, run_program
 
 
 def test_a_name_that_is_gone_raises_with_the_feature():
@@ -45,15 +45,13 @@ def test_names_that_are_there_are_read_and_written():
 )
 def test_a_torch_without_a_name_is_refused_at_import(file, remove, feature):
     code = f"""
-import sys, torch
-for name in [name for name in sys.modules if name.partition(".")[0] == "retime"]:
-    del sys.modules[name]
+import torch
 {remove}
 try:
     import retime.foundations.torch_private.{file}
 except ImportError as error:
     print(type(error).__name__, error)
 """
-    said = run_program(code)
+    said = run_program(WITHOUT_RETIME + code)
     assert said.startswith("PrivateNameError"), said
     assert f"which {feature}" in said

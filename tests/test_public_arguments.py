@@ -11,6 +11,7 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ class Case:
         wrong = [*odd, *(rare if checkable else ()), *self.wrong.get(name, ())]
         return [value for value in wrong if repr(value) not in right]
 
-    @property
+    @cached_property
     def hints(self) -> dict[str, Any]:
         functions: list[Any] = [self.of]
         if isinstance(self.of, type):  # a strategy hands arguments on to the class that it inherits from
@@ -314,10 +315,10 @@ def one_rank() -> Iterator[None]:
     [pytest.param(case, name, id=f"{case.of.__name__}-{name}") for case in CASES for name in case.hints],
 )
 def test_what_cannot_be_meant_is_refused_by_name(case: Case, name: str) -> None:
-    problems = []
+    problems, valid = [], case.valid()
     for value in case.tried(name):
         try:
-            problems.append(f"{name}={value!r} was taken: {case.of(**{**case.valid(), name: value})}")
+            problems.append(f"{name}={value!r} was taken: {case.of(**{**valid, name: value})}")
         except (TypeError, ValueError, OSError) as error:
             if name not in str(error) or repr(value)[:60] not in str(error):
                 problems.append(f"{name}={value!r} is not named: {error}")

@@ -454,7 +454,6 @@ STRATEGIES = [
         "ooo_ddp",
         lambda ddp: OOODataParallelStrategy(**ddp) if ddp else "ooo_ddp",
         only=WIRED,
-        soon=True,
         **OUT_OF_ORDER,
         report=_of_strategy,
     ),
@@ -488,7 +487,6 @@ STRATEGIES = [
         plain="ddp",
         refused={SPARSE: "sparse"},
         only=(*FEW, "fit_", "exception_", "evaluate_", "resume_mid"),
-        soon=True,
     ),
     Row(
         "cpu_accumulate_ddp_update_on_host",

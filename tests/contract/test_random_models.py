@@ -20,7 +20,7 @@ from contract.random_models.training import Way
 
 COUNT = int(os.environ.get("RETIME_RANDOM", "100"))
 START = int(os.environ.get("RETIME_RANDOM_START", "0"))
-SOON = 20
+SOON, SOON_ON_RANKS = 10, 20
 """Seeds of each mechanism in `make test`; `make test-all` has the others."""
 CHUNK = 10 if COUNT <= 1000 else 100
 HERE = {mechanism.name: mechanism for mechanism in [*BARE, *LIGHTNING]}
@@ -53,7 +53,7 @@ def chunks(mechanism: Mechanism) -> list[range]:
 
 def first_and_rest(mechanism: Mechanism) -> list[range]:
     """Those of `make test`, and all others: ranks take long to start."""
-    end, soon = START + -(-COUNT // mechanism.every), START + -(-SOON // mechanism.every)
+    end, soon = START + -(-COUNT // mechanism.every), START + -(-SOON_ON_RANKS // mechanism.every)
     return [seeds for seeds in (range(START, min(soon, end)), range(soon, end)) if seeds]
 
 

@@ -23,6 +23,7 @@ from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.memory_budget import BudgetReport, PlannedShape
 from retime.mechanisms.two_streams import Setting, TwoStreamReport
 from retime.schedules.budget import OffloadPlan
+from support.paths import tree_of
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("foundations", "mechanisms", "modules", "strategies", "callbacks", "integrations")
@@ -34,7 +35,7 @@ def trees() -> Iterator[tuple[str, ast.Module]]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            yield f"retime.{'.'.join(parts)}".removesuffix(".__init__"), ast.parse(path.read_text("utf-8"))
+            yield f"retime.{'.'.join(parts)}".removesuffix(".__init__"), tree_of(path)
 
 
 def named_by_annotations() -> set[str]:
@@ -42,7 +43,8 @@ def named_by_annotations() -> set[str]:
     returned = {
         name.id
         for _, tree in trees()
-        for node in ast.walk(tree)
+        for of_class in tree.body
+        for node in getattr(of_class, "body", ())
         if isinstance(node, ast.FunctionDef) and node.name == "report" and node.returns is not None
         for name in ast.walk(node.returns)
         if isinstance(name, ast.Name)

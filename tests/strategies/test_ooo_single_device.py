@@ -154,15 +154,6 @@ def test_backward_fusion_is_refused_before_the_first_step() -> None:
 # Updates behind their weight gradients.
 
 
-class Scheduled(Net):
-    """A learning rate that changes in each step."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
 UPDATES = LAYERS * 2 - 1
 """Of a step; one layer adds its bias to a sequence that lies otherwise, by a node of autograd's."""
 FUSED: dict[str, tuple[dict[str, Any], int]] = {
@@ -173,11 +164,10 @@ FUSED: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("net", [Net, Scheduled])
 @pytest.mark.parametrize("name", FUSED)
-def test_updates_behind_weight_gradients(name: str, net: type[Net]) -> None:
+def test_updates_behind_weight_gradients(name: str) -> None:
     options, updates = FUSED[name]
-    plain, module, strategy = net(), net(), two_streams(fuse_updates=True)
+    plain, module, strategy = Net(), Net(), two_streams(fuse_updates=True)
     trainer("auto", **options).fit(plain)
     trainer(strategy, **options).fit(module)
     assert_same(plain, module)

@@ -26,7 +26,10 @@ MOST = {
 """At most so many files and returns, by the tool's arguments."""
 
 
-@pytest.mark.parametrize("arguments", MOST, ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(one, id=" ".join(one), marks=[pytest.mark.long] if "--batch" in one else []) for one in MOST],
+)
 def test_a_settled_batch_passes_few_files(arguments: tuple[str, ...]) -> None:
     ran = run_ranks(1 if arguments[0] in ONE_DEVICE else 2, "passed_files.py", *arguments)[0]
     passed = re.search(r"(\d+) files, (\d+) returns", ran.stdout)

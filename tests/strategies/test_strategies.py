@@ -79,16 +79,9 @@ def test_the_device_comes_from_the_trainer() -> None:
     assert FusedOptimizerStrategy(device="cuda:1").root_device == torch.device("cuda:1")
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: FusedOptimizerStrategy("sideways"), "unknown fusion mode 'sideways'"),
-        (lambda: FusedOptimizerStrategy("forward", side_stream=True), "side_stream"),
-    ],
-)
-def test_bad_arguments(make: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        make()
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="side_stream"):
+        FusedOptimizerStrategy("forward", side_stream=True)
 
 
 def test_callback_refuses_what_it_cannot_join() -> None:

@@ -14,7 +14,7 @@ def serve() -> Answer:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    tell(f"rank {rank} runs")
+    tell(f"rank {rank} runs as {os.getpid()}")
     if request["do"] == "die" and rank == 1:
         print("rank 1 says goodbye", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from support.two_ranks import run_cases
 ALSO = {"ooo": ("ooo1", "ooo2", "ooo_v")}
 """What a schedule may be reported as, beside its own name."""
 CONVENTIONAL = ("gpipe", "1f1b", "interleaved", "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
-STEPS, MICRO_BATCHES = 3, 4
+STEPS, MICRO_BATCHES = 2, 4
 NEAR = {torch.float64: 1e-12, torch.float32: 3e-6}
 """How far a gradient may be off, in its 2-norm; one that cancels out counts as `LEAST` of the largest."""
 LEAST = 1e-3
@@ -45,7 +45,7 @@ RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def gradients(names: str, schedules: str, data: str, types: str = "float64") -> None:
-    """Gradients of three steps are those of one device, with any schedule, and the model is whole afterwards.
+    """Gradients of two steps are those of one device, with any schedule, and the model is whole afterwards.
 
     In float64 they are held against those of the whole batch. Of float32 a whole batch's own rounding is larger than
     what is looked for, so there one device adds up the same micro-batches.
@@ -125,6 +125,7 @@ def _means(everything: list[dict[str, Tensor | None]]) -> list[Tensor]:
     return [torch.stack(alike).mean(0) for alike in zip(*each, strict=True)]
 
 
+@cache
 def _plain(
     name: str, replica: int, replicas: int, dtype: torch.dtype
 ) -> list[tuple[dict[str, Tensor | None], float, dict[str, Tensor]]]:
@@ -569,7 +570,7 @@ def refused(name: str) -> None:
 def lost(when: str) -> None:
     """The last rank is killed, raises or does nothing more; the other says whose message did not come."""
     model, step, batch = made("tied" if when == "shared" else "sequential")
-    group = dist.new_group(timeout=timedelta(seconds=limit_s(5 if when == "hangs" else 40)))
+    group = dist.new_group(timeout=timedelta(seconds=limit_s(3 if when == "hangs" else 40)))
     pipeline = PipelineStep(model, group=group, microbatches=4)
     pipeline.train(step, batch)
     calls, is_last, told = 0, RANK == RANKS - 1, dist.distributed_c10d._get_default_store()

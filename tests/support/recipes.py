@@ -1,10 +1,13 @@
 """Experiments in small: settings as the command line gives them, and the picture of a result."""
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 from hydra import compose, initialize_config_module
 
+from retime.foundations.workers import Worker
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Result
 from retime.recipes.core.schema import register_all, settings_of
@@ -15,6 +18,15 @@ def settings_for(*overrides: str) -> Any:
     register_all()
     with initialize_config_module("retime.conf", version_base=None):
         return settings_of(compose("config", list(overrides)))
+
+
+def fork_workers(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Fork a module's workers, seconds sooner than from nothing, which only settings of the C library need."""
+
+    def forked(*given: Any, environment: dict[str, str], **more: Any) -> Worker:
+        return Worker(*given, variables=environment, **more)
+
+    monkeypatch.setattr(module, "Worker", forked)
 
 
 def assert_draws(recipe: Recipe[Any], result: Result, folder: Path) -> None:

@@ -19,6 +19,14 @@ from tempfile import TemporaryDirectory
 from support.time_limits import limit_s
 
 IMPORTED = ["torch", "lightning.pytorch", "torch.distributed", "retime"]
+WITHOUT_RETIME = """
+import sys
+from lightning.pytorch.strategies import StrategyRegistry
+for name in [name for name in sys.modules if name.partition(".")[0] == "retime"]:
+    del sys.modules[name]
+StrategyRegistry.clear()
+"""
+"""Begins a program for which nobody has imported retime."""
 
 
 class Cold:

@@ -7,14 +7,15 @@ import pytest
 
 from support.two_ranks import run_ranks, said_in
 
-OURS = "ooo2,ooo,ooo_v,ooo2_flush,ooo1,ooo1_flush,gpipe,1f1b,zb_h1,zbv,interleaved,interleaved_zero_bubble"
+SOON = "ooo2,ooo_v,ooo1_flush,gpipe,zbv,interleaved"
+LATER = "ooo1,ooo,ooo2_flush,1f1b,zb_h1,interleaved_zero_bubble"
 TORCHS = "GPipe,1F1B,Interleaved1F1B,LoopedBFS,InterleavedZeroBubble,ZBVZeroBubble"
 WORKER = "pipeline_worker.py"
 Case = tuple[int, str]
 """How many ranks, and what they run."""
 
 SAME: dict[str, list[Case]] = {
-    "all_schedules_of_ours": [(ranks, f"gradients|sequential|{OURS}|1") for ranks in (2, 4)],
+    "all_schedules_of_ours": [(2, f"gradients|sequential|{SOON},{LATER}|1"), (4, f"gradients|sequential|{SOON}|1")],
     "torchs_schedules": [
         (2, f"gradients|sequential|{TORCHS}|1"),
         (4, "gradients|sequential|InterleavedZeroBubble|1"),
@@ -57,6 +58,8 @@ OF_TRANSFORMERS: dict[str, list[Case]] = {
     "unmodified_models": [(2, "gradients|gpt2,bert,llama,gpt2_checkpointed|ooo2|1")],
     "means_over_labels_that_are_not_padding": [(2, "padded")],  # the first batch has none of it
 }
+ON_FOUR_RANKS = f"gradients|sequential|{LATER}|1"
+"""Beside those of `SAME`, whose stages lie on ranks in the same ways."""
 OTHERS: list[Case] = [(4, "memory"), (2, "splits"), (4, "hollow|sequential"), (2, "counted"), (2, "parts")]
 
 REFUSALS = {
@@ -96,6 +99,7 @@ def started(ranks: int, kind: str) -> list[subprocess.CompletedProcess[str]]:
         "same": [case for cases in SAME.values() for case in cases],
         "transformers": [*(case for cases in OF_TRANSFORMERS.values() for case in cases), (2, "hollow|gpt2")],
         "others": OTHERS,
+        "later": [(4, ON_FOUR_RANKS)],
         "refused": [(2, f"refused|{name}") for name in REFUSALS],
     }
     return run_ranks(ranks, WORKER, *(case for count, case in listed[kind] if count == ranks), timeout_s=280)
@@ -110,6 +114,11 @@ def outputs(ranks: int, case: str, kind: str = "others") -> list[str]:
 def test_trains_as_one_device(name: str) -> None:
     for ranks, case in SAME[name]:
         assert outputs(ranks, case, "same") == ["same"] * ranks
+
+
+@pytest.mark.long
+def test_all_schedules_train_on_four_ranks_as_on_one_device() -> None:
+    assert outputs(4, ON_FOUR_RANKS, "later") == ["same"] * 4
 
 
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)

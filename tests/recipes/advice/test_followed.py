@@ -10,7 +10,7 @@ from retime.recipes.advice import followed
 from retime.recipes.advice.followed import ADVISED, PLAIN, STEP, Followed
 from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core.results import Point, Result, Row
-from support.recipes import assert_draws, settings_for
+from support.recipes import assert_draws, fork_workers, settings_for
 from support.time_limits import limit_s
 
 
@@ -32,6 +32,7 @@ def advice(advised: str | None) -> dict:
 def test_training_as_advised(settings: AdviceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followed, "_advice", lambda *_: advice("fused_optimizer"))
     monkeypatch.setattr(followed, "_WARM_STEPS", 2)
+    fork_workers(monkeypatch, followed)
     recipe = Followed()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     (point,) = result.points

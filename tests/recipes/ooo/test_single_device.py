@@ -30,6 +30,7 @@ from retime.recipes.ooo.single_device import (
     gains,
     verdict,
 )
+from support.recipes import fork_workers
 
 SMALL = ["processes=1", "rounds=2", "steps=1", "allocators=[glibc,tcmalloc]"]
 LINEAR = {
@@ -50,6 +51,7 @@ def settings_for(*overrides: str) -> SingleDeviceSettings:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> SingleDeviceSettings:
+    fork_workers(monkeypatch, single_device)
     monkeypatch.setattr(allocators, "_FOLDERS", ())
     monkeypatch.setattr(allocators.ctypes.util, "find_library", lambda name: None)
     return replace(settings_for("experiment=ooo_fig7", *SMALL), cases={"linear": LINEAR})
