@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
 from lightning.pytorch.strategies import DDPStrategy
 
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Point, Result, Row, ratio
-from retime.recipes.core.schema import Hardware, register_all, settings_of
+from retime.recipes.core.schema import Hardware
 from retime.recipes.emulated import ClusterUnavailable
 from retime.recipes.ooo.cluster import (
     PEAK,
@@ -27,6 +26,7 @@ from retime.recipes.ooo.reverse_first_k import Hosts, Sweep, Targets, best_fixed
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
 from retime.recipes.ooo.variants import label, variant
 from retime.recipes.report import markdown
+from support.recipes import settings_for
 from support.time_limits import limit_s
 
 WIDTH = 8
@@ -204,26 +204,17 @@ def test_memory_overhead_is_in_percent() -> None:
     assert extra.rounds == pytest.approx([1.5])
 
 
-@pytest.fixture
-def _hydra() -> Any:
-    register_all()
-    with initialize_config_module("retime.conf", version_base="1.3"):
-        yield
-
-
-@pytest.mark.usefixtures("_hydra")
 def test_hosts_and_rate_are_settings() -> None:
-    found = settings_of(compose("config", ["experiment=ooo_ksweep", "hardware=emulated", "hosts=4", "rate=500mbit"]))
+    found = settings_for("experiment=ooo_ksweep", "hardware=emulated", "hosts=4", "rate=500mbit")
     assert isinstance(found, OutOfOrderSettings)
     assert (found.hardware.name, found.hosts, found.rate) == ("emulated", 4, "500mbit")
-    assert settings_of(compose("config", ["experiment=ooo_ksweep"])).hardware.name == "emulated"
+    assert settings_for("experiment=ooo_ksweep").hardware.name == "emulated"
 
 
-@pytest.mark.usefixtures("_hydra")
 @pytest.mark.parametrize("override", ["hosts=four", "rate=[1]", "links=2", "emulate_compute=often", "ks=3"])
 def test_wrong_settings_are_refused(override: str) -> None:
     with pytest.raises(ConfigCompositionException):
-        compose("config", ["experiment=ooo_ksweep", override])
+        settings_for("experiment=ooo_ksweep", override)
 
 
 def test_wrong_values_are_refused_before_anything_runs() -> None:

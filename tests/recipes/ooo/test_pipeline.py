@@ -4,25 +4,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.recipes.core.claims import Claim, Target, paper
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.ooo.claims import claim, target
 from retime.recipes.ooo.pipeline import STEP, PipelineLinks, PipelineTargets, RealLayers, simulated_ms
 from retime.recipes.ooo.settings import PipelineSettings, of_case
+from support.recipes import assert_draws, settings_for
 
 ONE_CASE = ["~cases.eight_ranks", "~cases.eight_ranks_far"]
 SMALL = [*ONE_CASE, "rounds=1", "warmup_rounds=0", "steps=1", "ranks=2", "layers=4", "micro_batches=2", "unit_ms=2"]
 
 
 def settings_with(*overrides: str, experiment: str = "ooo_pipeline_targets") -> PipelineSettings:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        settings = settings_of(compose("config", [f"experiment={experiment}", *overrides]))
-    assert isinstance(settings, PipelineSettings)
+    settings: PipelineSettings = settings_for(f"experiment={experiment}", *overrides)
     return settings
 
 
@@ -41,8 +37,7 @@ def test_every_schedule_runs_with_weight_gradients_that_wait(tmp_path: Path) -> 
     for schedule in ("ooo2", "ooo2_flush", "ooo1", "zbv", "interleaved_zero_bubble"):
         for kind in "FOW":  # W sleeps apart from O; tasks may be late, but never too short
             assert point.facts["task ms"][schedule][kind] >= settings.unit_ms
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def test_the_simulation_is_that_of_the_paper() -> None:
@@ -131,8 +126,7 @@ def test_all_of_them_train_the_same_step(network: str, tmp_path: Path) -> None:
     ]
     assert set(point.facts["apart"]) == set(point.variants(STEP)) - {"one device"}
     assert max(point.facts["apart"].values()) < 1e-4
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def test_the_peer_is_the_fastest_of_torchs_own() -> None:

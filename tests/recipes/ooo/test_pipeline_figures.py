@@ -4,13 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.results import Result
-from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.ooo.pipeline_scaling import (
     BOTH,
     FIRST_K,
@@ -35,21 +33,18 @@ from retime.recipes.ooo.pipeline_scaling import PLAIN as PLAIN_GPIPE
 from retime.recipes.ooo.recurrent_pipeline import STATE_FIRST, Cells, RecurrentPipeline
 from retime.recipes.ooo.settings import PaperPipelineSettings
 from retime.recipes.ooo.timelines import AT_ONCE, DEALT, FORWARDED, PLAIN, PipelineTimelines
+from support.recipes import assert_draws, settings_for
 
 
 def settings_with(experiment: str, *overrides: str) -> PaperPipelineSettings:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        settings = settings_of(compose("config", [f"experiment={experiment}", *overrides]))
-    assert isinstance(settings, PaperPipelineSettings)
+    settings: PaperPipelineSettings = settings_for(f"experiment={experiment}", *overrides)
     return settings
 
 
 def timelines(experiment: str, folder: Path, *overrides: str) -> Result:
     recipe = PipelineTimelines()
     result = recipe.run(settings_with(experiment, *overrides), folder, Console(quiet=True))
-    recipe.draw(result, folder / "picture.png")
-    assert (folder / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, folder)
     assert (folder / "trace.json").stat().st_size > 1000
     assert result.simulated
     return result
@@ -98,8 +93,7 @@ def test_cases_of_the_scaling_figures(tmp_path: Path) -> None:
     assert far.values("ooo2_flush", STEP)[0] < far.values("ooo2_flush at each layer", STEP)[0]  # section 8.4.1
     claimed = recipe.compare(result)
     assert len(claimed) == 5
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def test_messages_between_nodes_take_longer() -> None:
@@ -152,8 +146,7 @@ def test_the_gain_falls_with_the_number_of_micro_batches(tmp_path: Path) -> None
     gains = [point.values(GPIPE, STEP)[0] / point.values(PAPERS2, STEP)[0] for point in result.points]
     assert gains == sorted(gains, reverse=True)
     assert recipe.compare(result) == []
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def test_a_simulated_picture_names_schedules_and_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +188,7 @@ def test_micro_batches_of_a_recurrent_network_cost_what_is_fixed(tmp_path: Path)
     assert plain.values(PAPERS2, STEP)[0] < plain.values(STATE_FIRST, STEP)[0] < plain.values(MODEL_PARALLEL, STEP)[0]
     assert plain.values(PAPERS2, STEP) == fixed.values(PAPERS2, STEP)  # the batch is whole
     assert [line.note.split(":")[0] for line in recipe.compare(result)] == ["RNN", "RNN"]
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def test_reverse_first_k_inside_a_pipeline(tmp_path: Path) -> None:
@@ -207,8 +199,7 @@ def test_reverse_first_k_inside_a_pipeline(tmp_path: Path) -> None:
     assert len(point.facts["GPipe: units by k"]) == 9
     assert point.values(BOTH, STEP)[0] < point.values(OOO_PIPE2, STEP)[0] < point.values(PLAIN_GPIPE, STEP)[0]
     assert point.values(BOTH, STEP)[0] < point.values(FIRST_K, STEP)[0]
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    assert_draws(recipe, result, tmp_path)
 
 
 def test_without_synchronisation_a_steady_step_is_its_makespan() -> None:

@@ -4,13 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from hydra.utils import get_class
 from rich.console import Console
 
 from retime.recipes.core.claims import Claim, judged
 from retime.recipes.core.results import Result
-from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.ooo import claims
 from retime.recipes.ooo.counted_networks import (
     JOINT,
@@ -23,7 +21,6 @@ from retime.recipes.ooo.counted_networks import (
     memory_by_layer,
     simulated_plans,
 )
-from retime.recipes.ooo.settings import SimulatedSettings
 from retime.recipes.ooo.two_streams import (
     BLOCK_4_MORE,
     EXECUTION,
@@ -37,6 +34,7 @@ from retime.recipes.ooo.two_streams import (
     WAIT,
     CountedRecipe,
 )
+from support.recipes import settings_for
 
 WIDE, MIDDLE, NARROW = (f"DenseNet-121 (k={growth})" for growth in (32, 24, 12))
 SMALL = ("image_size=64", "batch_sizes=[2]")
@@ -49,10 +47,7 @@ def ran(tmp_path: Path) -> Callable[..., Ran]:
     """Run an experiment and draw it."""
 
     def run(experiment: str, *overrides: str) -> Ran:
-        register_all()
-        with initialize_config_module("retime.conf", version_base=None):
-            settings = settings_of(compose("config", [f"experiment={experiment}", *overrides]))
-        assert isinstance(settings, SimulatedSettings)
+        settings = settings_for(f"experiment={experiment}", *overrides)
         recipe = get_class(settings.recipe)()
         result = recipe.run(settings, tmp_path, Console(quiet=True))
         assert result.simulated
