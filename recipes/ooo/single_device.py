@@ -413,7 +413,7 @@ class GraphedByTorch(Callback):
         self._inputs = inputs
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._model: Any = pl_module.model
+        self._model = pl_module.get_submodule("model")
         torch.cuda.make_graphed_callables(self._model, (self._inputs,), pool=torch.cuda.graph_pool_handle())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
