@@ -195,10 +195,10 @@ def colour_key(label: str, colour: str) -> Patch:
     return Patch(color=colour, label=label)
 
 
-def colour_legend(drawing: Any, labels: Sequence[str]) -> None:
-    """What each colour in turn means, below all charts."""
+def colour_legend(drawing: Any, labels: Sequence[str], **options: Any) -> None:
+    """What each colour in turn means, below all charts; `options` go to matplotlib's `legend`."""
     keys = [colour_key(*pair) for pair in zip(labels, COLOURS, strict=False)]
-    drawing.legend(handles=keys, fontsize=8, loc="outside lower center", ncols=len(keys))
+    drawing.legend(handles=keys, fontsize=8, loc="outside lower center", ncols=len(keys), **options)
 
 
 def legend_beside(axes: Any) -> None:

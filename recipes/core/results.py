@@ -173,13 +173,19 @@ _SIZES = {
 }
 """What a title says of the sizes among a point's settings, in this order."""
 _BATCH_AXES = {"B", "batch_size", "images"}
-LONGEST_LINE, MOST_NAMED = 75, 4
+LONGEST_LINE, MOST_LINES, MOST_NAMED = 75, 2, 4
 
 
 def titled(result: Result, more: str = "") -> str:
-    """A chart's title: what it is, with `more` if there is any, and below it where that was measured and its sizes."""
+    """A chart's title: what it is, with `more` if there is any, and below it where that was measured and its sizes.
+
+    Where all sizes would take more lines than :data:`MOST_LINES`, only those that every point has are there.
+    """
     where = "" if SIMULATED in result.title else hardware_line(result)
-    below = fill("; ".join(filter(None, (where, sizes(result)))), LONGEST_LINE)
+    for of_all in (False, True):
+        below = fill("; ".join(filter(None, (where, sizes(result, of_all=of_all)))), LONGEST_LINE)
+        if below.count("\n") < MOST_LINES:
+            break
     return result.title + (f", {more}" if more else "") + (f"\n{below}" if below else "")
 
 
@@ -189,10 +195,11 @@ def heading(result: Result) -> str:
     return f"{result.paper}, {result.where}: {title}"
 
 
-def sizes(result: Result) -> str:
+def sizes(result: Result, *, of_all: bool = False) -> str:
     """Sizes of images, networks and batches, as settings say: `64 px, width 0.5 (VGG-16), batch 8 to 32`.
 
-    Nothing of a simulation: what it takes from its settings differs from point to point.
+    Nothing of a simulation: what it takes from its settings differs from point to point. With `of_all` nothing either
+    of a size that some points do not have.
     """
     if result.simulated:
         return ""
@@ -204,7 +211,7 @@ def sizes(result: Result) -> str:
                 values[key].setdefault(value, []).append(name)
     words = []
     for key, text in _SIZES.items():
-        if not values[key]:
+        if not values[key] or (of_all and {name for of in values[key].values() for name in of} != {*names}):
             continue
         named = {value: list(dict.fromkeys(of)) for value, of in values[key].items() if set(of) != set(names)}
         if len(values[key]) > 2 or sum(map(len, named.values())) > MOST_NAMED:

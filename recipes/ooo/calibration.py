@@ -11,6 +11,7 @@ from retime.recipes.core.results import Point, load
 from retime.recipes.ooo.variants import COMPUTE, variant
 from retime.schedules import Cluster, Communication, LayerCost, Link, simulate_data_parallel, size_buckets
 
+_RANGES = {"share": (0.05, 1.5), "latency_ms": (0.0, 50.0), "interference": (0.0, 0.9)}
 _FIRST_BUCKET_BYTES = 2**20  # DistributedDataParallel's first bucket
 
 
@@ -54,11 +55,6 @@ class Parameters:
     share: float = 0.9
     latency_ms: float = 0.2
     interference: float = 0.2
-
-    def clipped(self) -> "Parameters":
-        return Parameters(
-            min(max(self.share, 0.05), 1.5), min(max(self.latency_ms, 0.0), 50.0), min(max(self.interference, 0.0), 0.9)
-        )
 
 
 @dataclass(frozen=True)
@@ -113,10 +109,7 @@ def calibrate(runs: Sequence[MeasuredRun]) -> CalibratedSimulator:
     if len(runs) < 4:
         raise ValueError(f"{len(runs)} measured runs: three parameters and a run to leave out take 4 or more")
     fitted = fit(runs)
-    predicted = {}
-    for index, left_out in enumerate(runs):
-        others = [run for number, run in enumerate(runs) if number != index]
-        predicted[left_out.name] = simulated_ms(left_out, fit(others, fitted))
+    predicted = {run.name: simulated_ms(run, fit([one for one in runs if one is not run], fitted)) for run in runs}
     return CalibratedSimulator(fitted, predicted, {run.name: run.step_ms for run in runs})
 
 
@@ -131,8 +124,9 @@ def fit(runs: Sequence[MeasuredRun], start: Parameters | None = None) -> Paramet
         while improved:
             improved = False
             for name, sign in itertools.product(asdict(step), (1, -1)):
-                moved = {name: getattr(best, name) + sign * getattr(step, name)}
-                candidate = replace(best, **moved).clipped()
+                low, high = _RANGES[name]
+                moved = getattr(best, name) + sign * getattr(step, name)
+                candidate = replace(best, **{name: min(max(moved, low), high)})
                 loss = _loss(runs, candidate) if candidate != best else math.inf
                 if loss < least - 1e-12:
                     best, least, improved = candidate, loss, True
@@ -161,7 +155,7 @@ def _runs(point: Point) -> list[MeasuredRun]:
     cluster = point.facts.get("cluster", {})
     if cluster.get("hosts", 1) < 2:
         return []
-    alone = statistics.median(point.values(COMPUTE, "step")) if point.has(COMPUTE, "step") else None
+    alone = point.median(COMPUTE, "step") if point.has(COMPUTE, "step") else None
     costs = _costs(point, alone)
     runs = []
     for name in point.variants("step"):
@@ -183,7 +177,7 @@ def _runs(point: Point) -> list[MeasuredRun]:
                 k=min(int(k or 0), len(costs)),
                 cross_iteration=one.k is not None and one.cross_iteration,
                 contended=point.at.get("compute") != "emulated",
-                step_ms=statistics.median(point.values(name, "step")),
+                step_ms=point.median(name, "step"),
             )
         )
     return runs

@@ -69,8 +69,7 @@ class OnRanks(Recipe[OutOfOrderSettings]):
 
     def peaks(self, settings: OutOfOrderSettings, tick: Tick) -> Measured:
         """Peak memory of each variant's fit, from fresh processes: rows in MiB, the worst rank's."""
-        peaks: dict[tuple[str, str], list[float]] = {}
-        facts: dict[str, Any] = {}
+        peaks, facts = dict[tuple[str, str], list[float]](), dict[str, Any]()
         with self.network(settings, settings.hosts, settings.rate) as network:
             for _ in range(settings.rounds):
                 for name in settings.variants:
@@ -92,14 +91,8 @@ class OnRanks(Recipe[OutOfOrderSettings]):
                 print(f"{settings.name}: {len(network.hosts)} hosts, {rate}: {text}")
             tick(text)
 
-        return run_ranks(
-            network,
-            serve,
-            request,
-            timeout_s=settings.timeout_s,
-            environment=MALLOC if job == "memory" else None,
-            progress=progress,
-        )
+        malloc = MALLOC if job == "memory" else None
+        return run_ranks(network, serve, request, timeout_s=settings.timeout_s, environment=malloc, progress=progress)
 
     def balance(self, settings: OutOfOrderSettings, network: Network, tick: Tick, **more: Any) -> dict[str, Any]:
         """Shape the network so that communication takes as long as computation; returns how that was found.
@@ -167,8 +160,7 @@ def identical(answers: list[dict[str, Any]]) -> list[str]:
 
 def strongest_peer(point: Point) -> str | None:
     """The fastest of the plain settings of DDP."""
-    peers = [name for name in point.variants("step") if name.startswith("ddp")]
-    return min(peers, key=lambda name: spread(point.values(name, "step")).median, default=None)
+    return point.fastest([name for name in point.variants("step") if name.startswith("ddp")], "step")
 
 
 def bound_ms(point: Point) -> list[float]:
@@ -179,9 +171,8 @@ def bound_ms(point: Point) -> list[float]:
 
 def bound_fraction(point: Point, name: str) -> Spread | None:
     """Which part of the bound's speed a variant reaches, in each round."""
-    if not point.has(name, "step") or not point.has(COMPUTE, "step"):
-        return None
-    return speedup(bound_ms(point), point.values(name, "step"))
+    there = point.has(name, "step") and point.has(COMPUTE, "step")
+    return speedup(bound_ms(point), point.values(name, "step")) if there else None
 
 
 def percent_more(point: Point, name: str, other: str, quantity: str) -> Spread | None:
@@ -205,7 +196,7 @@ def best_of_ours(point: Point) -> str | None:
     """The name of what a user gets: the tuned k, or else the fastest fixed k, with the cross-iteration wait."""
     names = [name for name in point.variants("step") if name.startswith("ooo_") and "_waiting" not in name]
     tuned = [name for name in names if name.startswith("ooo_tuned")]
-    return min(tuned or names, key=lambda name: spread(point.values(name, "step")).median, default=None)
+    return point.fastest(tuned or names, "step")
 
 
 def bound_notes(point: Point, place: str) -> list[str]:
@@ -219,7 +210,7 @@ def bound_notes(point: Point, place: str) -> list[str]:
         if found and name not in BOUNDS:
             lines.append(f"- {place}: {label(name)} reaches {show(found, 'x')} of max(compute, communication)")
             if point.has(name, IDLE) and point.at.get("compute") != "emulated":
-                lines[-1] += f"; it leaves its core idle {show(spread(point.values(name, IDLE)), 'ms')} a step"
+                lines[-1] += f"; it leaves its core idle {show(point.spread(name, IDLE), 'ms')} a step"
     ceiling = busy_ceiling(point)
     if ceiling:
         lines.append(
@@ -238,17 +229,10 @@ class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
         case = of_case(settings, at["case"])
         with self.network(case, case.hosts, case.rate) as network:
             answers = self.run_job(case, network, tick, "losses", batches=case.steps)
-        found = answers[0]["variants"]
+        found, ranks = answers[0]["variants"], [answer["variants"] for answer in answers]
         rows = [Row(name, "loss", "nats", one["losses"]) for name, one in found.items()]
-        same = [
-            name
-            for name in found
-            if all(
-                answer["variants"][name]["losses"] == answer["variants"]["ddp"]["losses"]
-                and answer["variants"][name]["weights"] == answer["variants"]["ddp"]["weights"]
-                for answer in answers
-            )
-        ]
+        what = ("losses", "weights")
+        same = [name for name in found if all(one[name][key] == one["ddp"][key] for one in ranks for key in what)]
         facts = {
             "losses and final weights bit-identical to ddp, on all ranks": ", ".join(same) or "none",
             "final loss": {name: one["losses"][-1] for name, one in found.items()},
@@ -313,12 +297,12 @@ class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
     def notes(self, result: Result) -> list[str]:
         return [
             f"- {point.at['case']}: the gradients have {point.facts['gradient bytes'] / MIB:.1f} MiB; "
-            f"plain DDP's peak is {spread(point.values('ddp', PEAK)).median:.1f} MiB"
+            f"plain DDP's peak is {point.median('ddp', PEAK):.1f} MiB"
             for point in result.points
             if point.has("ddp", PEAK)
         ] + [
             f"- {point.at['case']}: in the first steps, in which DDP builds its buckets anew, {label(name)} peaks at "
-            f"{spread(point.values(name, FIRST_PEAK)).median:.1f} MiB"
+            f"{point.median(name, FIRST_PEAK):.1f} MiB"
             for point in result.points
             for name in point.variants(FIRST_PEAK)
         ]
@@ -329,15 +313,13 @@ class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
         names = [name for name in result.points[0].variants(PEAK) if name != "ddp"]
         for index, name in enumerate(names):
             shift = (index - (len(names) - 1) / 2) * 0.8 / len(names)
-            known = [(place + shift, percent_more(point, name, "ddp", PEAK)) for place, point in enumerate(points)]
-            places, values = [x for x, value in known if value], [value for _, value in known if value]
-            charts.points_with_spread(axes, places, values, label(name), index)
-        peaks = [f"{point.at['case']}\nDDP: {spread(point.values('ddp', PEAK)).median:.0f} MiB" for point in points]
+            values = [percent_more(point, name, "ddp", PEAK) for point in points]
+            charts.points_with_spread(axes, [p + shift for p in range(len(points))], values, label(name), index)
+        peaks = [f"{point.at['case']}\nDDP: {point.median('ddp', PEAK):.0f} MiB" for point in points]
         axes.set_xticks(range(len(points)), peaks)
         axes.axhline(0, color=charts.GREY, linewidth=1, linestyle="--", label="DDP")
-        axes.axhline(
-            claim("memory").value, color=charts.GREY, linewidth=1, linestyle=":", label="the paper's: less than this"
-        )
+        paper = {"linestyle": ":", "label": "the paper's: less than this"}
+        axes.axhline(claim("memory").value, color=charts.GREY, linewidth=1, **paper)
         axes.set_ylabel("peak memory of a fit over DDP's, one rank (%)")
         charts.legend_beside(axes)
         charts.save(drawing, path)

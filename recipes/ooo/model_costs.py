@@ -64,7 +64,7 @@ def count(build: Callable[[], nn.Module], image_size: int = 224) -> list[Operati
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor) and not isinstance(module, nn.Flatten | nn.Identity | nn.Dropout):
-            found.append(_operations(module, inputs[0], output))
+            found.append(_operations(module, inputs[0], output, samples))
 
     samples = 2  # batch normalisation in training mode needs more than one
     with torch.device("meta"):
@@ -73,10 +73,7 @@ def count(build: Callable[[], nn.Module], image_size: int = 224) -> list[Operati
         model(torch.empty(samples, 3, image_size, image_size))
     for handle in handles:
         handle.remove()
-    return [
-        Operations(o.macs / samples, o.numbers_in / samples, o.numbers_out / samples, o.parameters, o.has_kernel)
-        for o in found
-    ]
+    return found
 
 
 def layer_costs(operations: Sequence[Operations], gpu: Gpu, batch_size: int) -> list[LayerCost]:
@@ -115,7 +112,7 @@ def calibrated(gpu: Gpu, operations: Sequence[Operations], batch_size: int, step
     return replace(gpu, efficiency=ideal_ms / step_ms)
 
 
-def _operations(module: nn.Module, inputs: Tensor, output: Tensor) -> Operations:
+def _operations(module: nn.Module, inputs: Tensor, output: Tensor, samples: int) -> Operations:
     macs = 0.0
     if isinstance(module, nn.Conv2d):
         kernel = module.kernel_size[0] * module.kernel_size[1]
@@ -124,7 +121,7 @@ def _operations(module: nn.Module, inputs: Tensor, output: Tensor) -> Operations
         macs = output.numel() * module.in_features
     parameters = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     has_kernel = isinstance(module, nn.Conv2d | nn.Linear)
-    return Operations(macs, inputs.numel(), output.numel(), parameters, has_kernel)
+    return Operations(macs / samples, inputs.numel() / samples, output.numel() / samples, parameters, has_kernel)
 
 
 def kernel_ms(gpu: Gpu, macs: float, numbers: float) -> float:

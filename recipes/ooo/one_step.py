@@ -25,6 +25,11 @@ KINDS = ("backward pass, the rest", "forward pass", "output gradients", "weight 
 REST, FORWARD, OUTPUT, WEIGHT, UPDATE = range(len(KINDS))
 MAIN, SUB, OTHERS = "main thread", "sub-stream", "other threads of kernels"
 BUSY, BOXES = "one step", "one step, boxes"
+_SHORT = {MAIN: "main", SUB: "sub-stream", OTHERS: "others"}
+LEGEND = (
+    "time from the step's start (ms); white: the thread runs none of these\n"
+    "cores: share of the step in which one ran the main thread, the sub-stream, or other threads of kernels"
+)
 WARM_UP_STEPS, STEPS = 5, 9
 
 Box = tuple[int, str, float, float]
@@ -198,9 +203,10 @@ def draw(axes: Any, title: str, facts: dict[str, Any]) -> None:
             boxes.append((int(kind), "plain" if name == "plain" else lane, float(start), float(end)))
     charts.lanes(axes, boxes, lanes)
     axes.set_xlim(0, max(end for *_, end in boxes))
-    axes.set_title("\n".join([title, *(f"{name}: {_busy(step)}" for name, step in facts[BUSY].items())]), fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.set_title("\n".join([title, *(f"{name}: {_busy(step)}" for name, step in facts[BUSY].items())]), fontsize=8)
 
 
 def _busy(step: dict[str, Any]) -> str:
-    shares = (f"{lane} {100 * ms / step['ms']:.0f} %" for lane, ms in step["busy_ms"].items() if ms)
-    return f"{step['ms']:.1f} ms, in which a core ran: {', '.join(shares)}"
+    shares = (f"{_SHORT[lane]} {100 * ms / step['ms']:.0f} %" for lane, ms in step["busy_ms"].items() if ms)
+    return f"{step['ms']:.1f} ms; cores: {', '.join(shares)}"

@@ -14,21 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from retime.foundations.measure import Spread, speedup, spread
+from retime.foundations.measure import Spread, spread
 from retime.mechanisms.pipeline import Costs, Planner
+from retime.recipes import emulated
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row, titled
-from retime.recipes.emulated import (
-    ClusterUnavailable,
-    Network,
-    emulated_network,
-    loopback,
-    parse_rate,
-    run_ranks,
-    unavailable,
-)
+from retime.recipes.core.results import Point, Result, Row, ratio, titled
+from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, run_ranks
 from retime.recipes.ooo.claims import claim, pipelines, target
 from retime.recipes.ooo.pipeline_scaling import GPIPE, OURS
 from retime.recipes.ooo.pipeline_scaling import ONE as ONE_GPU
@@ -40,15 +33,35 @@ ZBV, TORCH_GPIPE = "zbv", "torch GPipe"
 PAPERS_RANKS = 4
 
 
-class PipelineTargets(CaseRecipe[PipelineSettings]):
-    """A point a case."""
+class StepsOnRanks(Recipe[PipelineSettings]):
+    """A point a case or network: steps of pipelines on ranks of this machine, which take turns."""
 
     quantity = STEP
-    on_cpu = "runs ranks that sleep"
+
+    def variants(self, case: PipelineSettings) -> list[str]:
+        """What takes turns."""
+        return case.schedules
 
     def blocks(self, settings: PipelineSettings) -> int | None:
         cases = [of_case(settings, name) for name in settings.cases]
-        return sum((case.rounds + case.warmup_rounds) * len(case.schedules) for case in cases)
+        return sum((case.rounds + case.warmup_rounds) * len(self.variants(case)) for case in cases)
+
+    def drawn(self, result: Result, width: float, rotation: float, *keys: Any) -> tuple[Any, list[Any]]:
+        """A chart a point with its steps as bars, and what their colours mean; the figure and the charts."""
+        count = len(result.points)
+        drawing, panels = charts.panels(titled(result), count, width=max(7.5, width * count), height=4.8)
+        for axes, point in zip(panels, result.points, strict=True):
+            took = steps_of(point)
+            charts.bars(axes, took, [_colour(name) for name in took], rotation)
+            axes.set_ylabel("step (ms)")
+        drawing.legend(handles=keys, fontsize=8, loc="outside lower center", ncols=3, frameon=False)
+        return drawing, panels
+
+
+class PipelineTargets(CaseRecipe[PipelineSettings], StepsOnRanks):
+    """A point a case."""
+
+    on_cpu = "runs ranks that sleep"
 
     def references(self, point: Point) -> dict[str, str]:
         return {f"speed over {peer}": peer for peer in (GPIPE, ZBV) if point.has(peer, STEP)}
@@ -77,17 +90,16 @@ class PipelineTargets(CaseRecipe[PipelineSettings]):
         for point in result.points:
             where = f"{point.at['case']}, emulated compute"
             known = point.variants(STEP)
+            kept, simulated = point.facts["layers alive"], point.facts["simulated ms"]
             for ranks, ours, peer, least, what in paper("ooo").targets["pipelines"]:
-                if ranks == point.facts["ranks"] and ours in known and peer in known:
-                    ratio = speedup(point.values(peer, STEP), point.values(ours, STEP))
-                    planned = point.facts["simulated ms"][peer] / point.facts["simulated ms"][ours]
-                    kept = point.facts["layers alive"]
-                    note = f"{where}; simulated {planned:.3f} x; layers alive {kept[ours]:g} and {kept[peer]:g}"
+                over = ratio(point, peer, ours)
+                if ranks == point.facts["ranks"] and over is not None:
+                    planned = f"simulated {simulated[peer] / simulated[ours]:.3f} x"
+                    note = f"{where}; {planned}; layers alive {kept[ours]:g} and {kept[peer]:g}"
                     if ranks == PAPERS_RANKS and peer == GPIPE:
-                        lines.append(Comparison(claim("pipeline"), ratio, note))
-                    lines.append(Comparison(Target(what, "x", least), ratio, note))
+                        lines.append(Comparison(claim("pipeline"), over, note))
+                    lines.append(Comparison(Target(what, "x", least), over, note))
             if OURS in known and "ooo1" in known:
-                kept = point.facts["layers alive"]
                 share, said = spread([kept[OURS] / kept["ooo1"]]), f"{kept[OURS]:g} and {kept['ooo1']:g}"
                 lines.append(Comparison(target("kept"), share, f"{where}; {said}; section 5.2.1"))
             lines.append(worst_error(point))
@@ -102,10 +114,10 @@ class PipelineTargets(CaseRecipe[PipelineSettings]):
             "(fast-forwarding alone), `ooo2` (with modulo allocation) and `ooo_v` (two stages a rank, in a V) on paper."
         ]
         for point in result.points:
+            simulated = {schedule: point.facts["simulated ms"][schedule] for schedule in point.variants(STEP)}
             errors = ", ".join(
-                f"{schedule} {point.facts['simulated ms'][schedule]:.0f} ms "
-                f"({error_percent(point, schedule).median:+.1f} %)"
-                for schedule in point.variants(STEP)
+                f"{schedule} {ms:.0f} ms ({error_percent(point, schedule).median:+.1f} %)"
+                for schedule, ms in simulated.items()
             )
             lines.append(
                 f"- {point.at['case']}, a message takes {point.facts['message ms']:.2f} ms, a task "
@@ -115,25 +127,19 @@ class PipelineTargets(CaseRecipe[PipelineSettings]):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        count = len(result.points)
-        drawing, panels = charts.panels(titled(result), count, width=max(7.5, 4.8 * count), height=4.8)
+        ours = charts.colour_key("measured, gradient fast-forwarding", charts.COLOURS[0])
+        others = charts.colour_key("measured, others", charts.COLOURS[5])
+        on_paper = charts.marker_key("simulated", "D", "black", filled=False)
+        drawing, panels = self.drawn(result, 4.8, 30, ours, others, on_paper)
         for axes, point in zip(panels, result.points, strict=True):
             took = steps_of(point)
-            charts.bars(axes, took, [0 if schedule.startswith("ooo") else 5 for schedule in took], rotation=30)
             above = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
             for index, step in enumerate(took.values()):
                 axes.annotate(f"{step.median:.0f}", (index, step.high), **above)
             simulated = [point.facts["simulated ms"][schedule] for schedule in took]
             axes.plot(range(len(took)), simulated, "D", color="black", markerfacecolor="none", markersize=7)
-            axes.set_ylabel("step (ms)")
             axes.margins(y=0.12)
             axes.set_title(point.at["case"], fontsize=9)
-        keys = [
-            charts.colour_key("measured, gradient fast-forwarding", charts.COLOURS[0]),
-            charts.colour_key("measured, others", charts.COLOURS[5]),
-            charts.marker_key("simulated", "D", "black", filled=False),
-        ]
-        drawing.legend(handles=keys, fontsize=8, loc="outside lower center", ncols=3, frameon=False)
         charts.save(drawing, path)
 
 
@@ -145,7 +151,7 @@ def slowest_steps(answers: list[dict[str, Any]], variants: Iterable[str]) -> lis
 
 def steps_of(point: Point) -> dict[str, Spread]:
     """A point's steps by variant."""
-    return {name: spread(point.values(name, STEP)) for name in point.variants(STEP)}
+    return {name: point.spread(name, STEP) for name in point.variants(STEP)}
 
 
 @contextlib.contextmanager
@@ -153,9 +159,10 @@ def _network(case: PipelineSettings) -> Iterator[Network]:
     if case.rate is None:
         yield loopback(case.ranks)
         return
-    reason = unavailable()
-    if reason:
-        raise ClusterUnavailable(f"rate={case.rate} shapes links: {reason}. Leave out the cases that have a rate")
+    if reason := emulated.unavailable():
+        raise emulated.ClusterUnavailable(
+            f"rate={case.rate} shapes links: {reason}. Leave out the cases that have a rate"
+        )
     with emulated_network(case.ranks, parse_rate(case.rate)) as network:
         yield network
 
@@ -164,11 +171,8 @@ def simulated_ms(case: PipelineSettings, variant: str, hop_ms: float, beside_ms:
     """A step's length on paper, with layers of the unit's length and tasks that take ``beside_ms`` more."""
     schedule, alive = schedule_of(variant)
     costs = Costs((case.unit_ms,) * case.layers, (1,) * case.layers, hop_ms, beside_ms)
-    length = (
-        Planner(schedule, case.ranks, costs, group=case.layers_per_stage, cap=alive)
-        .plan(case.micro_batches)
-        .makespan_ms
-    )
+    planner = Planner(schedule, case.ranks, costs, group=case.layers_per_stage, cap=alive)
+    length = planner.plan(case.micro_batches).makespan_ms
     if length is None:
         raise ValueError(f"schedules: {variant!r} is torch's own, which is not simulated: leave it out")
     return length
@@ -201,25 +205,24 @@ class PipelineLinks(PipelineTargets):
         points = {point.at["case"]: point for point in result.points}
         for (case, name, peer), published in pipelines("Figure 11, simulated").items():
             point = points.get(case)
-            if point is None or peer == ONE_GPU or not (point.has(name, STEP) and point.has(peer, STEP)):
+            over = None if point is None or peer == ONE_GPU else ratio(point, peer, name)
+            if point is None or over is None:
                 continue
             planned = point.facts["simulated ms"][peer] / point.facts["simulated ms"][name]
-            ours = speedup(point.values(peer, STEP), point.values(OURS, STEP))
-            note = f"{case}, emulated compute: {name} over {peer}; simulated {planned:.2f}; {OURS} {ours.median:.2f}"
-            lines.append(Comparison(published, speedup(point.values(peer, STEP), point.values(name, STEP)), note))
+            ours = point.speedup(peer, OURS, STEP).median
+            note = f"{case}, emulated compute: {name} over {peer}; simulated {planned:.2f}; {OURS} {ours:.2f}"
+            lines.append(Comparison(published, over, note))
         return [*lines, *map(worst_error, points.values())]
 
 
-class RealLayers(Recipe[PipelineSettings]):
+class RealLayers(StepsOnRanks):
     """A point a model."""
 
     over = (("network", "cases"),)
-    quantity = STEP
     on_cpu = "runs its ranks on this machine's cores"
 
-    def blocks(self, settings: PipelineSettings) -> int | None:
-        cases = [of_case(settings, name) for name in settings.cases]
-        return sum((case.rounds + case.warmup_rounds) * len(_variants(case)) for case in cases)
+    def variants(self, case: PipelineSettings) -> list[str]:
+        return [*case.schedules, *(f"torch {peer}" for peer in case.peers), ONE]
 
     def references(self, point: Point) -> dict[str, str]:
         peer = best_of_torch(point)
@@ -227,7 +230,7 @@ class RealLayers(Recipe[PipelineSettings]):
 
     def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = of_case(settings, at["network"])
-        request = {**asdict(case), "do": "computing", "variants": _variants(case)}
+        request = {**asdict(case), "do": "computing", "variants": self.variants(case)}
         answers = run_ranks(loopback(case.ranks), serve, request, timeout_s=case.timeout_s, progress=tick)
 
         def share(what: str, name: str) -> list[float | None]:
@@ -248,12 +251,9 @@ class RealLayers(Recipe[PipelineSettings]):
         for point in result.points:
             where = f"{point.at['network']}, {point.facts['ranks']} ranks"
             peer = best_of_torch(point)
-            if point.has(OURS, STEP) and peer is not None:
-                ratio = speedup(point.values(peer, STEP), point.values(OURS, STEP))
-                lines.append(Comparison(target("over-best"), ratio, f"{where}: {peer}"))
-            if point.has(OURS, STEP) and point.has(TORCH_GPIPE, STEP):
-                ratio = speedup(point.values(TORCH_GPIPE, STEP), point.values(OURS, STEP))
-                lines.append(Comparison(target("over-gpipe"), ratio, where))
+            for name, peers, note in (("over-best", peer, f"{where}: {peer}"), ("over-gpipe", TORCH_GPIPE, where)):
+                if over := ratio(point, peers, OURS):
+                    lines.append(Comparison(target(name), over, note))
             if point.facts["apart"]:
                 name, apart = max(point.facts["apart"].items(), key=lambda entry: entry[1])
                 lines.append(Comparison(target("apart"), spread([apart]), f"{where}: {name}"))
@@ -267,30 +267,17 @@ class RealLayers(Recipe[PipelineSettings]):
         ]
 
     def draw(self, result: Result, path: Path) -> None:
-        count = len(result.points)
-        drawing, panels = charts.panels(titled(result), count, width=max(7.5, 5.5 * count), height=4.8)
+        keys = {"gradient fast-forwarding": 0, "other orders, the same runtime": 5, "torch's own runtime": 1}
+        colours = [charts.colour_key(words, charts.COLOURS[number]) for words, number in keys.items()]
+        drawing, panels = self.drawn(result, 5.5, 40, *colours)
         for axes, point in zip(panels, result.points, strict=True):
-            took = steps_of(point)
-            charts.bars(axes, took, [_colour(name) for name in took], rotation=40)
-            axes.set_ylabel("step (ms)")
             axes.set_title(f"{point.at['network']}, {point.facts['ranks']} ranks", fontsize=9)
-        keys = [
-            charts.colour_key("gradient fast-forwarding", charts.COLOURS[0]),
-            charts.colour_key("other orders, the same runtime", charts.COLOURS[5]),
-            charts.colour_key("torch's own runtime", charts.COLOURS[1]),
-        ]
-        drawing.legend(handles=keys, fontsize=8, loc="outside lower center", ncols=3, frameon=False)
         charts.save(drawing, path)
 
 
 def best_of_torch(point: Point) -> str | None:
     """The fastest of torch's own."""
-    peers = [name for name in point.variants(STEP) if name.startswith("torch ")]
-    return min(peers, key=lambda name: spread(point.values(name, STEP)).median, default=None)
-
-
-def _variants(case: PipelineSettings) -> list[str]:
-    return [*case.schedules, *(f"torch {peer}" for peer in case.peers), ONE]
+    return point.fastest([name for name in point.variants(STEP) if name.startswith("torch ")], STEP)
 
 
 def _apart(said: dict[str, tuple[float, float]]) -> dict[str, float]:

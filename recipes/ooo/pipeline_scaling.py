@@ -19,24 +19,10 @@ from retime.mechanisms.pipeline import Costs, PipelineError, Planner
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row, titled
+from retime.recipes.core.results import Point, Result, Row, ratio, titled
 from retime.recipes.ooo.claims import claim, pipelines
 from retime.recipes.ooo.settings import PaperPipelineSettings
-from retime.schedules import Schedule, Task
-from retime.schedules.pipeline import (
-    Placement,
-    StageCosts,
-    WeightStashing,
-    block,
-    fast_forwarded,
-    gpipe,
-    interleaved,
-    modulo,
-    ooo_pipe2,
-    simulate_pipeline,
-    synchronised,
-    weight_stashing,
-)
+from retime.schedules import Schedule, Task, pipeline
 
 T = TypeVar("T")
 STEP, SPEED = "step", "speed over one GPU"
@@ -110,25 +96,25 @@ class Case:
         return plan.makespan_ms
 
     @cached_property
-    def stashing(self) -> WeightStashing:
+    def stashing(self) -> pipeline.WeightStashing:
         """PipeDream in steady state."""
-        costs = StageCosts.uniform(self.layers)
-        return weight_stashing(block(self.layers, self.ranks), self.micro_batches, costs, hops=self.hops)
+        costs, blocks = pipeline.StageCosts.uniform(self.layers), pipeline.block(self.layers, self.ranks)
+        return pipeline.weight_stashing(blocks, self.micro_batches, costs, hops=self.hops)
 
     def _forwarded_units(self, rank_of: tuple[int, ...], stage_of: tuple[int, ...]) -> float:
         """A step of Megatron 2 with its own placement and order, and weight gradients in its gaps."""
-        placement = Placement(rank_of)
+        placement = pipeline.Placement(rank_of)
         sizes = tuple(float(stage_of.count(stage)) for stage in range(placement.stages))
-        costs, batches = StageCosts(sizes, sizes, sizes), self.micro_batches
-        order = fast_forwarded(
-            interleaved(placement, batches, first_output_gradient=True),
+        costs, batches = pipeline.StageCosts(sizes, sizes, sizes), self.micro_batches
+        order = pipeline.fast_forwarded(
+            pipeline.interleaved(placement, batches, first_output_gradient=True),
             placement,
             batches,
             costs=costs,
             hops=self.hops,
             first_output_gradient=True,
         )
-        return simulate_pipeline(order, placement, costs, hops=self.hops).makespan_ms
+        return pipeline.simulate_pipeline(order, placement, costs, hops=self.hops).makespan_ms
 
 
 class PipelineScaling(CaseRecipe[PaperPipelineSettings]):
@@ -144,8 +130,7 @@ class PipelineScaling(CaseRecipe[PaperPipelineSettings]):
     def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = case_of(settings, at["case"], Case)
         case = replace(case, micro_batches=at.get("micro_batches", case.micro_batches))
-        whole = 3.0 * case.layers * case.micro_batches
-        took = {ONE: whole, MODEL_PARALLEL: model_parallel_units(case)}
+        took = {ONE: 3.0 * case.layers * case.micro_batches, MODEL_PARALLEL: model_parallel_units(case)}
         impossible = {}
         for name in settings.schedules:
             schedule, at_each = name.removesuffix(FINE), 1 if name.endswith(FINE) else None
@@ -154,12 +139,10 @@ class PipelineScaling(CaseRecipe[PaperPipelineSettings]):
             except PipelineError as error:
                 impossible[name] = str(error)
             tick(name)
-        rows = [Row(name, STEP, "units", [round(units, 4)]) for name, units in took.items()]
-        rows += [Row(name, SPEED, "x", [round(whole / units, 4)]) for name, units in took.items()]
         facts: dict[str, Any] = {"layers": case.layers, "GPUs": case.ranks, "micro-batches": case.micro_batches}
         if PIPEDREAM in took:
             facts["PipeDream's versions of the weights, by GPU"] = list(case.stashing.versions)
-        return Measured(rows, facts | {"not possible": impossible})
+        return Measured(rows_of(took), facts | {"not possible": impossible})
 
     def references(self, point: Point) -> dict[str, str]:
         return {"speed over gpipe": GPIPE} if point.has(GPIPE, STEP) else {}
@@ -168,14 +151,11 @@ class PipelineScaling(CaseRecipe[PaperPipelineSettings]):
         lines = []
         points = {point.at["case"]: point for point in result.points}
         for (case, name, peer), published in pipelines(result.where).items():
-            point = points.get(case)
-            if point is None or not (point.has(name, STEP) and point.has(peer, STEP)):
-                continue
-            value = point.values(peer, STEP)[0] / point.values(name, STEP)[0]
-            note = f"{case}: {name} over {peer}"
-            if point.has(OURS, STEP):
-                note += f"; {OURS} {point.values(peer, STEP)[0] / point.values(OURS, STEP)[0]:.2f}"
-            lines.append(Comparison(published, spread([value]), note))
+            over = ratio(points[case], peer, name) if case in points else None
+            if over is not None:
+                ours = ratio(points[case], peer, OURS)
+                note = f"{case}: {name} over {peer}" + (f"; {OURS} {ours.median:.2f}" if ours else "")
+                lines.append(Comparison(published, over, note))
         return lines + (_of_several_points(points) if result.where == "Figure 13, simulated" else [])
 
     def notes(self, result: Result) -> list[str]:
@@ -186,12 +166,10 @@ class PipelineScaling(CaseRecipe[PaperPipelineSettings]):
             "paper's form, all forward passes first; the others are the best of several cuts into stages."
         ]
         for point in result.points:
-            names = [name for name in point.variants(STEP) if name not in _ASIDE]
-            peers = [name for name in names if not name.startswith("ooo")]
-            if OURS in names and peers:
-                best = min(peers, key=lambda name: point.values(name, STEP)[0])
-                ratio = point.values(best, STEP)[0] / point.values(OURS, STEP)[0]
-                lines.append(f"- {point.at['case']}: {OURS} over the best of the others, {best}: {ratio:.3f}")
+            peers = [name for name in point.variants(STEP) if name not in _ASIDE and not name.startswith("ooo")]
+            best = point.fastest(peers, STEP)
+            if over := ratio(point, best, OURS):
+                lines.append(f"- {point.at['case']}: {OURS} over the best of the others, {best}: {over.median:.3f}")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -217,9 +195,8 @@ class PipelineScaling(CaseRecipe[PaperPipelineSettings]):
             for number, point in enumerate(result.points):
                 if point.at["case"] == case and name in names and point.has(peer, SPEED):
                     place = number + (names.index(name) - (len(names) - 1) / 2) * bar
-                    axes.plot(
-                        place, published.value * point.values(peer, SPEED)[0], "o", color="black", fillstyle="none"
-                    )
+                    speed = published.value * point.values(peer, SPEED)[0]
+                    axes.plot(place, speed, "o", color="black", fillstyle="none")
         labels = [point.at["case"].replace(", ", ",\n") for point in result.points]
         axes.set_xticks(range(len(labels)), labels, fontsize=7)
         axes.set_ylabel("speed over one GPU")
@@ -241,6 +218,12 @@ def case_of(settings: PaperPipelineSettings, name: str, kind: type[T]) -> T:
         raise ValueError(f"cases.{name}: {error}; a case has {', '.join(fields)}") from error
 
 
+def rows_of(took: dict[str, float]) -> list[Row]:
+    """Steps in units, and the speed over one GPU, by schedule."""
+    steps = [Row(name, STEP, "units", [round(units, 4)]) for name, units in took.items()]
+    return steps + [Row(name, SPEED, "x", [round(took[ONE] / units, 4)]) for name, units in took.items()]
+
+
 def model_parallel_units(case: Case) -> float:
     """A step without micro-batches: one GPU computes at a time."""
     hops = 2 * sum(case.hops[rank][rank + 1] for rank in range(case.ranks - 1))
@@ -249,31 +232,24 @@ def model_parallel_units(case: Case) -> float:
 
 def _of_several_points(points: dict[str, Point]) -> list[Comparison]:
     """Figure 13's numbers that are formed of several points: strong scaling and averages."""
+
+    def ratios(peer: str, name: str, *cases: str) -> list[float]:
+        found = [ratio(points[case], peer, name) for case in cases if case in points]
+        return [over.median for over in found if over is not None]
+
     lines = []
     for network in ("BERT-24", "BERT-48"):
         few, many = (points.get(f"{network}, {gpus}") for gpus in (8, 32))
         if few and many and few.has(PAPERS2, SPEED) and many.has(PAPERS2, SPEED):
             gain = many.values(PAPERS2, SPEED)[0] / few.values(PAPERS2, SPEED)[0]
             lines.append(Comparison(claim("figure-13-strong"), spread([gain]), f"{network}: 32 GPUs over 8"))
-    over_pipedream = _ratios(points, ("BERT-12, 8", "BERT-24, 16", "BERT-48, 32"), PIPEDREAM, PAPERS2)
-    if over_pipedream:
+    if over_pipedream := ratios(PIPEDREAM, PAPERS2, "BERT-12, 8", "BERT-24, 16", "BERT-48, 32"):
         lines.append(Comparison(claim("pipedream"), spread([fmean(over_pipedream)]), "weak scaling"))
-    forwarded = _ratios(points, ("BERT-48, 8", "BERT-48, 16", "BERT-48, 24"), MEGATRON, MEGATRON_FORWARDED)
-    if forwarded:
-        gains = [100 * (ratio - 1) for ratio in forwarded]
+    if forwarded := ratios(MEGATRON, MEGATRON_FORWARDED, "BERT-48, 8", "BERT-48, 16", "BERT-48, 24"):
+        gains = [100 * (over - 1) for over in forwarded]
         note = f"BERT-48 on 8, 16 and 24 GPUs; {max(gains):.1f} % at most"
         lines.append(Comparison(claim("megatron-forwarding"), spread([fmean(gains)]), note))
     return lines
-
-
-def _ratios(points: dict[str, Point], cases: tuple[str, ...], peer: str, name: str) -> list[float]:
-    """How many times faster ``name`` is, in the cases that have both."""
-    chosen = [points[case] for case in cases if case in points]
-    return [
-        point.values(peer, STEP)[0] / point.values(name, STEP)[0]
-        for point in chosen
-        if point.has(peer, STEP) and point.has(name, STEP)
-    ]
 
 
 def _draw_over_micro_batches(result: Result, path: Path) -> None:
@@ -285,9 +261,8 @@ def _draw_over_micro_batches(result: Result, path: Path) -> None:
     for axes, case in zip(panels, cases, strict=True):
         points = [point for point in result.points if point.at["case"] == case]
         for colour, peer in zip(charts.COLOURS, peers, strict=False):
-            both = [point for point in points if point.has(peer, STEP) and point.has(PAPERS2, STEP)]
-            gains = [point.values(peer, STEP)[0] / point.values(PAPERS2, STEP)[0] for point in both]
-            places = [point.at["micro_batches"] for point in both]
+            both = [(point.at["micro_batches"], over) for point in points if (over := ratio(point, peer, PAPERS2))]
+            places, gains = [place for place, _ in both], [over.median for _, over in both]
             axes.plot(places, gains, "o-", color=colour, label=f"over {NAMES.get(peer, peer)}", markersize=4)
             published = pipelines("Figure 13, simulated").get((case, PAPERS2, peer))
             if published is not None:
@@ -325,29 +300,22 @@ class Hybrid:
     synchronisation: float
 
     @property
-    def plans(self) -> dict[str, tuple[Schedule, Placement]]:
+    def plans(self) -> dict[str, tuple[Schedule, pipeline.Placement]]:
         """By name without reverse first-k, its order of one step and its placement."""
-        blocks = block(self.layers, self.ranks)
-        forwarded = ooo_pipe2(self.layers, self.ranks, self.micro_batches, hops=self.ratio)
+        blocks = pipeline.block(self.layers, self.ranks)
+        forwarded = pipeline.ooo_pipe2(self.layers, self.ranks, self.micro_batches, hops=self.ratio)
         return {
-            PLAIN: (gpipe(blocks, self.micro_batches), blocks),
-            FORWARDED: (forwarded, modulo(self.layers, self.ranks)),
+            PLAIN: (pipeline.gpipe(blocks, self.micro_batches), blocks),
+            FORWARDED: (forwarded, pipeline.modulo(self.layers, self.ranks)),
         }
 
-    def units(self, order: Schedule, placement: Placement, k: int) -> float:
+    def units(self, order: Schedule, placement: pipeline.Placement, k: int) -> float:
         """A step in steady state, with the weight gradients of the first k layers last and in reverse order."""
-        once = synchronised(order, placement, k=k)
-        lengths = [self._length(_repeated(once, steps), placement) for steps in (_STEPS - 1, _STEPS)]
-        return lengths[1] - lengths[0]
-
-    def _length(self, order: Schedule, placement: Placement) -> float:
-        return simulate_pipeline(
-            order,
-            placement,
-            StageCosts.uniform(self.layers),
-            hops=self.ratio,
-            synchronisation_ms=lambda task: self.synchronisation,
-        ).makespan_ms
+        once, costs = pipeline.synchronised(order, placement, k=k), pipeline.StageCosts.uniform(self.layers)
+        options: dict[str, Any] = {"hops": self.ratio, "synchronisation_ms": lambda task: self.synchronisation}
+        repeated = [_repeated(once, steps) for steps in (_STEPS - 1, _STEPS)]
+        runs = [pipeline.simulate_pipeline(one, placement, costs, **options) for one in repeated]
+        return runs[1].makespan_ms - runs[0].makespan_ms
 
 
 class Hybrids(CaseRecipe[PaperPipelineSettings]):
@@ -365,7 +333,7 @@ class Hybrids(CaseRecipe[PaperPipelineSettings]):
         for (name, plan), reversed_name in zip(case.plans.items(), (FIRST_K, BOTH), strict=True):
             by_k = [round(case.units(*plan, k), 4) for k in range(case.layers + 1)]
             rows += [Row(name, STEP, "units", [by_k[0]]), Row(reversed_name, STEP, "units", [min(by_k)])]
-            facts[_by_k(name)] = by_k
+            facts[f"{name}: units by k"] = by_k
             facts[f"{reversed_name}: the least k that is best"] = by_k.index(min(by_k))
             tick(name)
         return Measured(rows, facts)
@@ -384,7 +352,7 @@ class Hybrids(CaseRecipe[PaperPipelineSettings]):
         drawing, panels = charts.panels(titled(result), len(result.points), width=10.7, height=4.4, sharey=True)
         for axes, point in zip(panels, result.points, strict=True):
             for index, name in enumerate((PLAIN, FORWARDED)):
-                by_k = point.facts[_by_k(name)]
+                by_k = point.facts[f"{name}: units by k"]
                 axes.plot(range(len(by_k)), by_k, "o-", color=charts.COLOURS[index], label=name, markersize=3)
             axes.set_title(point.at["case"], fontsize=10)
             charts.whole_ticks(axes, "k of reverse first-k")
@@ -396,15 +364,8 @@ class Hybrids(CaseRecipe[PaperPipelineSettings]):
 
 def _repeated(order: Schedule, steps: int) -> Schedule:
     """So many steps, one behind the other."""
-    return Schedule.from_lanes(
-        {
-            lane.name: [
-                Task(task.kind, task.layer, task.micro_batch, step) for step in range(steps) for task in lane.tasks
-            ]
-            for lane in order.lanes
-        }
-    )
-
-
-def _by_k(name: str) -> str:
-    return f"{name}: units by k"
+    lanes = {
+        lane.name: [Task(one.kind, one.layer, one.micro_batch, step) for step in range(steps) for one in lane.tasks]
+        for lane in order.lanes
+    }
+    return Schedule.from_lanes(lanes)

@@ -9,7 +9,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,8 @@ def computing(request: dict[str, Any]) -> dict[str, Any]:
             )
             train = partial(_pipelined, pipelines[name], partial(_loss, copied))
         loss = train(batch)  # also: the first batch runs whole in ours, and torch's stages look at shapes
-        losses_and_norms[name] = _summed(loss), math.sqrt(_summed(_squares(copied.parameters())))
+        squares = (float(p.grad.double().square().sum()) for p in copied.parameters() if p.grad is not None)
+        losses_and_norms[name] = _summed(loss), math.sqrt(_summed(sum(squares)))
         blocks[name] = partial(_block, train, copied, batch, request["steps"])
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
     reports = {name: pipeline.report() for name, pipeline in pipelines.items()}
@@ -212,10 +213,6 @@ def _hop_ms(elements: int) -> float:
     return statistics.median(took[1:])
 
 
-def _squares(parameters: Iterable[Tensor]) -> float:
-    return sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None)
-
-
 def _summed(value: float) -> float:
     """Over ranks."""
     total = torch.tensor(value, dtype=torch.double)
@@ -256,17 +253,14 @@ class TorchPipeline:
         ranks, rank = dist.get_world_size(), dist.get_rank()
         self._stages = ranks * (1 if name in _ONE_STAGE else 2 if name in _IN_A_V else int(chunks or 2))
         modules = stages_of(model, self._stages)
-        self.mine = [stage for stage in range(self._stages) if self._rank_of(stage, ranks, name) == rank]
+        way = [*range(ranks), *reversed(range(ranks))] if name in _IN_A_V else [*range(ranks)]
+        self.mine = [stage for stage in range(self._stages) if way[stage % len(way)] == rank]
         for stage, module in enumerate(modules):
             if stage not in self.mine:
                 module.requires_grad_(False)
         self._model = model
         stages = [PipelineStage(modules[one], one, self._stages, torch.device("cpu")) for one in self.mine]
         self._schedule = kind(stages[0] if name in _ONE_STAGE else stages, micro_batches, loss_fn=loss)
-
-    @staticmethod
-    def _rank_of(stage: int, ranks: int, name: str) -> int:
-        return min(stage, 2 * ranks - 1 - stage) if name in _IN_A_V else stage % ranks
 
     def train(self, batch: tuple[Tensor, Tensor]) -> float:
         """Add a batch's gradients to ``.grad``; returns the loss on the last stage's rank, 0 on others."""

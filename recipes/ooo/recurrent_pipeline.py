@@ -13,18 +13,9 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Result, Row
-from retime.recipes.ooo.pipeline_scaling import (
-    GPIPE,
-    MODEL_PARALLEL,
-    ONE,
-    PAPERS1,
-    PAPERS2,
-    SPEED,
-    STEP,
-    PipelineScaling,
-    case_of,
-)
+from retime.recipes.core.results import Result
+from retime.recipes.ooo import pipeline_scaling
+from retime.recipes.ooo.pipeline_scaling import GPIPE, MODEL_PARALLEL, ONE, PAPERS1, PAPERS2, PipelineScaling
 from retime.recipes.ooo.settings import PaperPipelineSettings
 from retime.schedules.pipeline import block, modulo
 
@@ -121,10 +112,9 @@ class RecurrentPipeline(PipelineScaling):
     axes = ()
 
     def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        case = case_of(settings, at["case"], Cells)
+        case = pipeline_scaling.case_of(settings, at["case"], Cells)
         took = {name: case.units(name) for name in (ONE, MODEL_PARALLEL, STATE_FIRST, *settings.schedules)}
-        rows = [Row(name, STEP, "units", [round(units, 4)]) for name, units in took.items()]
-        rows += [Row(name, SPEED, "x", [round(took[ONE] / units, 4)]) for name, units in took.items()]
+        rows = pipeline_scaling.rows_of(took)
         return Measured(rows, {"cells": case.cells, "GPUs": case.ranks, "GPipe's micro-batches": case.micro_batches})
 
     def notes(self, result: Result) -> list[str]:

@@ -10,7 +10,6 @@ import os
 import re
 from dataclasses import replace
 from itertools import pairwise
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ class Hosts(OnRanks):
         for point in result.points:
             twin = real.get(point.at["hosts"])
             if point.at["compute"] == EMULATED and twin:
-                found = spread(point.values("ddp", "step")).median / spread(twin.values("ddp", "step")).median
+                found = point.median("ddp", "step") / twin.median("ddp", "step")
                 lines.append(f"- sleeping layers take {found:.2f} of the real ddp's step on {point.at['hosts']} hosts")
         return lines
 
@@ -110,16 +109,15 @@ class Hosts(OnRanks):
         for axes, kind in zip(panels, kinds, strict=True):
             points = sorted((point for point in result.points if point.at["compute"] == kind), key=_order)
             names = dict.fromkeys(name for point in points for name in point.variants("step") if name not in BOUNDS)
+            hosts = [point.at["hosts"] for point in points]
             for index, name in enumerate(names):
-                known = [point for point in points if point.has(name, "step")]
-                hosts = [point.at["hosts"] for point in known]
-                speeds = [throughput(point, point.values(name, "step")) for point in known]
+                speeds = [throughput(p, p.values(name, "step")) if p.has(name, "step") else None for p in points]
                 charts.points_with_spread(axes, hosts, speeds, label(name), index, line=True)
             bounds = [throughput(point, bound_ms(point)).median for point in points]
-            axes.plot([point.at["hosts"] for point in points], bounds, "--", color=charts.GREY, label="bound")
+            axes.plot(hosts, bounds, "--", color=charts.GREY, label="bound")
             axes.set_title(f"{kind} computation", fontsize=10)
             axes.set_xlabel("hosts")
-            axes.set_xticks([point.at["hosts"] for point in points])
+            axes.set_xticks(hosts)
         panels[0].set_ylim(bottom=0)  # after all is drawn: the panels share their scale
         panels[0].set_ylabel("samples per second, all hosts")
         panels[-1].legend(fontsize=8)
@@ -168,20 +166,19 @@ class Sweep(OnRanks):
     def notes(self, result: Result) -> list[str]:
         lines = []
         for point in result.points:
-            speeds = {k: 1 / spread(point.values(name, "step")).median for k, name in fixed(point).items()}
+            speeds = {k: 1 / point.median(name, "step") for k, name in fixed(point).items()}
             if len(speeds) > 2:
                 breaks = concavity_breaks(speeds)
-                lines.append(
-                    f"- throughput over k rises to one top and falls after it, but at {breaks} of {len(speeds)} k"
-                    if breaks
-                    else "- throughput over k rises to one top and falls after it, as the paper's search assumes"
-                )
+                said = f"but at {breaks} of {len(speeds)} k" if breaks else "as the paper's search assumes"
+                lines.append(f"- throughput over k rises to one top and falls after it, {said}")
             lines += bound_notes(point, "sweep")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
         (point,) = result.points
-        drawing, axes = charts.figure(titled(result, _links(point)), width=9)
+        cluster = point.facts["cluster"]
+        rate = f"{cluster['rate_bits'] / 1e9:.3g} Gbit/s" if cluster["rate_bits"] else "unshaped"
+        drawing, axes = charts.figure(titled(result, f"{cluster['hosts']} hosts, {rate}"), width=9)
         names = fixed(point)
         speeds = [throughput(point, point.values(name, "step")) for name in names.values()]
         if names:
@@ -193,13 +190,8 @@ class Sweep(OnRanks):
         axes.axhline(bound, color=charts.GREY, linewidth=1.5, label="bound max(compute, communication)")
         way = [(k, throughput(point, [ms]).median) for k, ms in point.facts.get("search", {}).get("path", [])]
         if way:
-            axes.plot(
-                *zip(*way, strict=True),
-                color=charts.COLOURS[3],
-                marker="x",
-                linestyle=":",
-                label="the search's own measurements, in order",
-            )
+            said = "the search's own measurements, in order"
+            axes.plot(*zip(*way, strict=True), color=charts.COLOURS[3], marker="x", linestyle=":", label=said)
             for number, place in enumerate(way, start=1):
                 axes.annotate(str(number), place, textcoords="offset points", xytext=(4, 5), fontsize=8)
         axes.set_xlabel("k: layers whose weight gradients are computed last")
@@ -217,7 +209,7 @@ def fixed(point: Point) -> dict[int, str]:
 
 def best_fixed(point: Point) -> str | None:
     """The fixed k with the least median step time."""
-    return min(fixed(point).values(), key=lambda name: spread(point.values(name, "step")).median, default=None)
+    return point.fastest(fixed(point).values(), "step")
 
 
 def within_best(point: Point) -> Spread | None:
@@ -236,12 +228,6 @@ def concavity_breaks(speeds: dict[int, float]) -> int:
     up = sum(after < 0.99 * before for before, after in pairwise(values[: top + 1]))
     down = sum(after > 1.01 * before for before, after in pairwise(values[top:]))
     return up + down
-
-
-def _links(point: Point) -> str:
-    cluster = point.facts["cluster"]
-    rate = f"{cluster['rate_bits'] / 1e9:.3g} Gbit/s" if cluster["rate_bits"] else "unshaped"
-    return f"{cluster['hosts']} hosts, {rate}"
 
 
 EXTRA_PERCENT = 1.0
@@ -267,16 +253,17 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
         for case, least in _speeds().items():
             if case in points:
                 ours = best_of_ours(points[case])
-                note = "; ".join(filter(None, (_peer_note(points[case], ours), _ceiling_note(points[case]))))
+                ceiling = busy_ceiling(points[case])
+                allows = f"the processor alone allows {ceiling.median:.2f} x" if ceiling else ""
+                note = "; ".join(filter(None, (_peer_note(points[case], ours), allows)))
                 wanted = Target(f"{case}: out of order over Lightning's ddp", "x", least)
                 lines.append(Comparison(wanted, ratio(points[case], "ddp", ours) if ours else None, note))
         if "mlp" in points:
             lines += _mlp(points["mlp"])
-        same = [point for case, point in points.items() if case.startswith("identical")]
+        same = {case: _all_identical(point) for case, point in points.items() if case.startswith("identical")}
         if same:
-            share = [100.0 * _all_identical(point) for point in same]
-            cases = ", ".join(point.at["case"].removeprefix("identical_") for point in same)
-            lines.append(Comparison(target("identical"), spread([sum(share) / len(share)]), cases))
+            cases = ", ".join(case.removeprefix("identical_") for case in same)
+            lines.append(Comparison(target("identical"), spread([100.0 * sum(same.values()) / len(same)]), cases))
         if "memory" in points:
             lines += _memory(points["memory"], points.get("mlp"))
         return lines
@@ -290,8 +277,10 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
         ]
 
     def draw(self, result: Result, path: Path) -> None:
-        points = [point for point in result.points if point.has("ddp", "step") and not _is_identity(point)]
-        points.sort(key=lambda point: spread(point.values("ddp", "step")).median / _fastest_ours(point), reverse=True)
+        points = [point for point in result.points if point.has("ddp", "step")]
+        points = [point for point in points if not point.at["case"].startswith("identical")]
+        ours_ms = {point.at["case"]: point.median(name, "step") for point in points if (name := best_of_ours(point))}
+        points.sort(key=lambda p: p.median("ddp", "step") / ours_ms.get(p.at["case"], float("inf")), reverse=True)
         drawing, (speeds, parts) = charts.panels(
             titled(result, "by gain"), 2, width=16, height=1.5 + 1.2 * max(3, len(points))
         )
@@ -304,15 +293,6 @@ def _speeds() -> dict[str, float]:
     """The least speeds over ddp, by case."""
     speeds: dict[str, float] = paper("ooo").targets["speed"]
     return speeds
-
-
-def _is_identity(point: Point) -> bool:
-    return str(point.at["case"]).startswith("identical")
-
-
-def _fastest_ours(point: Point) -> float:
-    name = best_of_ours(point)
-    return spread(point.values(name, "step")).median if name else inf
 
 
 def _draw_speeds(axes: Any, points: list[Point]) -> None:
@@ -341,10 +321,10 @@ def _draw_parts(axes: Any, points: list[Point]) -> None:
         for name in SHOWN:
             if not point.has(name, PARTS[0]):
                 continue
-            found = {part: spread(point.values(name, part)).median for part in PARTS if point.has(name, part)}
+            found = {part: point.median(name, part) for part in PARTS if point.has(name, part)}
             found["backward"] -= found.get("communication exposed", 0.0)
             bars[f"{point.at['case']}: {label(name)}"] = found
-            idle.append(spread(point.values(name, IDLE)).median)
+            idle.append(point.median(name, IDLE))
     charts.stacked_bars(axes, bars, "ms of a step, one more fit with StepTimeline")
     for place, (bar, milliseconds) in enumerate(zip(bars.values(), idle, strict=True)):
         end = sum(bar.values())
@@ -356,10 +336,9 @@ def _draw_parts(axes: Any, points: list[Point]) -> None:
 def _mlp(point: Point) -> list[Comparison]:
     """The rows of the table that the first case answers besides its speed."""
     ours = best_of_ours(point)
-    plain = bound_fraction(point, "ddp")
-    note = f"ddp {plain.median:.2f}" if plain else ""
-    lines = []
+    plain, lines = bound_fraction(point, "ddp"), []
     if ours:
+        note = f"ddp {plain.median:.2f}" if plain else ""
         lines.append(Comparison(target("bound"), bound_fraction(point, ours), note))
     best = best_fixed(point)
     if best and point.has("ooo_tuned", "step"):
@@ -381,7 +360,7 @@ def _memory(point: Point, timed: Point | None) -> list[Comparison]:
     for ours in names if point.has("ddp", PEAK) else []:
         plain = point.values("ddp", PEAK)
         bucket_mib = min(point.settings.get("layer_bucket_mb", 4.0), point.facts["gradient bytes"] / MIB)
-        bound = EXTRA_PERCENT / 100 * spread(plain).median + bucket_mib
+        bound = EXTRA_PERCENT / 100 * point.median("ddp", PEAK) + bucket_mib
         extra = spread([mine - ddp for mine, ddp in zip(point.values(ours, PEAK), plain, strict=True)])
         wanted = Target(f"mlp: extra peak memory, {label(ours)} (1 % plus one bucket)", "MiB", bound, at_most=True)
         lines.append(Comparison(wanted, extra))
@@ -391,11 +370,6 @@ def _memory(point: Point, timed: Point | None) -> list[Comparison]:
 def _all_identical(point: Point) -> bool:
     found = point.facts["final weights bit-identical to ddp, on all ranks"].split(", ")
     return all(name in found for name in point.variants("step") if name not in BOUNDS)
-
-
-def _ceiling_note(point: Point) -> str:
-    ceiling = busy_ceiling(point)
-    return f"the processor alone allows {ceiling.median:.2f} x" if ceiling else ""
 
 
 def _peer_note(point: Point, ours: str | None) -> str:

@@ -18,33 +18,12 @@ from retime.recipes.core.build import build
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.recipe import Measured, SimulatedRecipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.ooo import claims
+from retime.recipes.ooo import claims, model_costs
 from retime.recipes.ooo.calibration import CalibratedSimulator, calibrate, read_runs
-from retime.recipes.ooo.model_costs import (
-    P100_SXM2,
-    SETTINGS,
-    V100,
-    Operations,
-    Setting,
-    calibrated,
-    compute_ms,
-    count,
-    layer_costs,
-)
+from retime.recipes.ooo.model_costs import SETTINGS, V100, Setting, calibrated, compute_ms, count, layer_costs
 from retime.recipes.ooo.settings import SimulatedSettings
-from retime.schedules import LayerCost
-from retime.schedules.systems import (
-    BASELINE_OF,
-    BYTEPS,
-    DDP,
-    HEADINGS,
-    OURS,
-    OURS_DDP,
-    OURS_PRIORITY,
-    PRIORITY,
-    Sizes,
-    run,
-)
+from retime.schedules import LayerCost, systems
+from retime.schedules.systems import BASELINE_OF, BYTEPS, HEADINGS, OURS, OURS_PRIORITY, PRIORITY, Sizes, run
 
 K45 = "reverse first-45 on BytePS"
 _DEVICES, _CLUSTER = 16, "Pub-A"
@@ -67,10 +46,9 @@ class Discussion(SimulatedRecipe[SimulatedSettings]):
             f"{HEADINGS[OURS_PRIORITY]}, best k": run(OURS_PRIORITY, costs, cluster, sizes),
         }
         rows = []
-        for name, (_, timeline) in found.items():
-            rows.append(Row(name, "step", "ms", [timeline.step_ms]))
-            rows.append(Row(name, "computation", "ms", [timeline.compute_ms]))
-            rows.append(Row(name, "communication overhead", "ms", [timeline.idle_ms]))
+        for name, (_, ran) in found.items():
+            parts = {"step": ran.step_ms, "computation": ran.compute_ms, "communication overhead": ran.idle_ms}
+            rows += [Row(name, quantity, "ms", [ms]) for quantity, ms in parts.items()]
         deferred_ms = sum(cost.weight_gradient_ms for cost in costs[1:k])
         facts = {
             "layers": len(costs),
@@ -169,7 +147,7 @@ def network_share(settings: SimulatedSettings, costs: Sequence[LayerCost], setti
 PAPERS_NETWORK, CALIBRATED = "section 8.3", "calibrated"
 OVER = {OURS: "over BytePS in the order made", OURS_PRIORITY: "over BytePS with ideal priorities"}
 """Reverse first-k on either of them, over the same without."""
-_CHECKED_BATCH = 64
+_CHECKED, _CHECKED_BATCH = "images/s on a P100 SXM2", 64
 
 
 class Scaling(SimulatedRecipe[SimulatedSettings]):
@@ -178,7 +156,7 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
     over = (("network", "networks"), ("cluster", "clusters"), ("model", "models"))
 
     def __init__(self) -> None:
-        self._operations: dict[str, list[Operations]] = {}
+        self._operations: dict[str, list[model_costs.Operations]] = {}
         self._shares: dict[str, float] = {}
         self._calibration: CalibratedSimulator | None = None
         self._efficiency: float | None = None
@@ -218,7 +196,7 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
             "devices": list(setting.devices),
         }
         if at["model"] in ("ResNet-50", "ResNet-152"):
-            facts["images/s on a P100 SXM2"] = self._check(settings, at["model"])
+            facts[_CHECKED] = self._check(settings, at["model"])
         if self._calibration is not None and at["network"] == CALIBRATED:
             facts["calibration"] = _facts(self._calibration)
         return Measured(rows, facts)
@@ -246,7 +224,12 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
                     gain, where = max(gains)
                     note = f"simulated, {where}, {OVER[ours]}, network as in {network}"
                     lines.append(Comparison(claim, spread([gain]), note))
-        return lines + _checks(result)
+        for model in ("ResNet-50", "ResNet-152"):
+            checked = [p.facts[_CHECKED] for p in _points(result, model=model) if _CHECKED in p.facts]
+            if checked:
+                claim, note = claims.claim(f"p100-{model.lower()}"), "roofline calibrated on V100, ResNet-50"
+                lines.append(Comparison(claim, spread(checked[:1]), note))
+        return lines
 
     def notes(self, result: Result) -> list[str]:
         settings = result.points[0].settings
@@ -341,7 +324,7 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
             self._shares[CALIBRATED] = self._calibration.parameters.share
         return self._shares[network]
 
-    def _count(self, settings: SimulatedSettings, model: str) -> list[Operations]:
+    def _count(self, settings: SimulatedSettings, model: str) -> list[model_costs.Operations]:
         if model not in self._operations:
             block = settings.models[model]
             self._operations[model] = count(lambda: build(block), settings.image_size)
@@ -349,7 +332,7 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
 
     def _check(self, settings: SimulatedSettings, model: str) -> float:
         assert self._efficiency is not None
-        known = dataclasses.replace(P100_SXM2, efficiency=self._efficiency)
+        known = dataclasses.replace(model_costs.P100_SXM2, efficiency=self._efficiency)
         step_ms = compute_ms(layer_costs(self._count(settings, model), known, _CHECKED_BATCH))
         return round(1e3 * _CHECKED_BATCH / step_ms, 1)
 
@@ -368,27 +351,12 @@ def _points(result: Result, **at: str) -> list[Point]:
     return [point for point in result.points if all(point.at[key] == value for key, value in at.items())]
 
 
-def _checks(result: Result) -> list[Comparison]:
-    lines = []
-    for model in ("ResNet-50", "ResNet-152"):
-        checked = [point for point in _points(result, model=model) if "images/s on a P100 SXM2" in point.facts]
-        if checked:
-            value = spread([checked[0].facts["images/s on a P100 SXM2"]])
-            claim = claims.claim(f"p100-{model.lower()}")
-            lines.append(Comparison(claim, value, "roofline calibrated on V100, ResNet-50"))
-    return lines
-
-
 def _facts(calibration: CalibratedSimulator) -> dict[str, Any]:
-    return {
-        "runs": len(calibration.measured_ms),
-        "share": round(calibration.parameters.share, 4),
-        "latency_ms": round(calibration.parameters.latency_ms, 4),
-        "interference": round(calibration.parameters.interference, 4),
-        "mean_error": round(calibration.mean_error, 4),
-        "worst_error": round(calibration.worst_error, 4),
-        "errors": {name: round(error, 4) for name, error in calibration.errors.items()},
-    }
+    errors = {"mean_error": calibration.mean_error, "worst_error": calibration.worst_error}
+    numbers = {**dataclasses.asdict(calibration.parameters), **errors}
+    rounded = {name: round(value, 4) for name, value in numbers.items()}
+    by_run = {name: round(error, 4) for name, error in calibration.errors.items()}
+    return {"runs": len(calibration.measured_ms), **rounded, "errors": by_run}
 
 
 def _draw_throughput(points: list[Point], clusters: list[str], result: Result, path: Path) -> None:
@@ -398,7 +366,7 @@ def _draw_throughput(points: list[Point], clusters: list[str], result: Result, p
         shown = [point for point in points if point.at["cluster"] == cluster][:2]
         for style, point in zip(("-", "--"), shown, strict=False):
             devices = point.facts["devices"]
-            for index, system in enumerate((DDP, BYTEPS, PRIORITY, OURS, OURS_DDP)):
+            for index, system in enumerate((systems.DDP, BYTEPS, PRIORITY, OURS, systems.OURS_DDP)):
                 images = [point.values(system, _quantity(number))[0] for number in devices]
                 label = f"{point.at['model']}, {HEADINGS[system]}"
                 axes.plot(devices, images, "o" + style, color=charts.COLOURS[index], label=label, markersize=3)

@@ -14,6 +14,10 @@ steps.
 A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive. Its
 two streams give away the weight gradients that those of the last fit did, or tried to.
 
+On a GPU (`hardware=cuda`, and the cases that say ``device: cuda``) fits of one process take turns: plain, compiled for
+few launches, with the network's passes in torch's own CUDA graphs, and two streams without graphs, with them and by
+search. CUDA events time the steps behind those of a search; a ratio is of the fits of one round.
+
 Durations: a case takes `processes` times allocators times (a start of about 10 s and 80 steps of each fit). On two
 cores that is about 36 minutes for `ooo_fig7` (MobileNet), as much for `ooo_fig7_more` (other networks), and about 40
 for `ooo_fig7_compiled` (four cases), which compiles each for a minute or so for each number of threads.
@@ -21,20 +25,24 @@ for `ooo_fig7_compiled` (four cases), which compiles each for a minute or so for
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from retime.commands.advise_worker import FIRST_STEPS, METHODS, fit_in_turns
 from retime.commands.advise_worker import PLAIN as PLAIN_STEP
-from retime.foundations.measure import Spread, spread
+from retime.commands.errors import one_line
+from retime.foundations.measure import MemoryProbe, Spread
 from retime.foundations.workers import Worker, WorkerError, closing
 from retime.mechanisms.two_streams import TwoStreamReport
 from retime.recipes.core import charts
@@ -43,18 +51,20 @@ from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
-from retime.recipes.core.trainer_loop import Task, quiet_lightning
+from retime.recipes.core.trainer_loop import Batch, Run, Task, quiet_lightning, train
 from retime.recipes.core.verdicts import inside
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of
 from retime.recipes.ooo import one_step
 from retime.recipes.ooo.claims import claim
+from retime.recipes.ooo.cluster import percent_more
 from retime.recipes.ooo.settings import SingleDeviceSettings
+from retime.strategies import OOOSingleDeviceStrategy
 
 STEP, ALIVE = "step", "alive at the peak"
-PLAIN, COMPILED, TWO_STREAMS = "plain", "compiled", "two streams"
+PLAIN, COMPILED, GRAPH, TWO_STREAMS = "plain", "compiled", "CUDA graph", "two streams"
 SEARCH_STEPS = 40
 """Steps of every fit before the timed ones: what a search may take."""
-NOT_SLOWER = 0.99
+NOT_SLOWER, OVER_GRAPH = 0.99, 1.05
 PEAKS = 3
 """How often bytes are counted."""
 
@@ -63,20 +73,27 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
     """A point a network; a variant a number of threads, plain or compiled, or two streams, with an allocator."""
 
     quantity = STEP
-    on_cpu = "compares allocators and threads of a CPU"
+
+    def points(self, settings: SingleDeviceSettings) -> list[dict[str, Any]]:
+        device = settings.hardware.device
+        points = [at for at in super().points(settings) if settings.cases[at["case"]].get("device", "cpu") == device]
+        if not points:
+            raise ValueError(f"{settings.name} has no case with device: {device}: choose hardware=cpu")
+        return points
 
     def references(self, point: Point) -> dict[str, str]:
-        best = (fastest(point, PLAIN), fastest(point, COMPILED))
+        best = [fastest(point, kind) for kind in (PLAIN, COMPILED, GRAPH)]
         return {f"speed over {label}": label for label in best if label is not None}
 
     def measure(self, settings: SingleDeviceSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = settings.cases[at["case"]]
+        if settings.hardware.device != "cpu":
+            return on_device(settings, case, tick)
         threads = torch.get_num_threads()
         request = {"do": "begin", "case": case, "seed": settings.seed}
-        missing: dict[str, str] = {}
+        missing, times = dict[str, str](), dict[str, list[float]]()
         facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"]}
         facts |= {"reports": {}, "kept": {}, "layers": {}}
-        times: dict[str, list[float]] = {}
         fits: dict[str, dict[str, Any]] = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
         fuses = bool(case.get("fuse_updates"))
         if fuses:
@@ -119,78 +136,72 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             tick("one step")
             ours = {f"{TWO_STREAMS}, {ALLOCATORS[name].label}": name for name in environments}
             quickest = min(ours, key=lambda label: statistics.median(times[label]))
-            rows += _look(
-                settings,
-                request | {"layers": facts["layers"].get(quickest)},
-                environments[ours[quickest]],
-                threads,
-                facts,
-            )
+            request |= {"layers": facts["layers"].get(quickest)}
+            rows += _look(settings, request, environments[ours[quickest]], threads, facts)
         return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for point in result.points:
             wanted = point.settings["case"].get("wanted", NOT_SLOWER)
+            over_graph = OVER_GRAPH if wanted > 1 else NOT_SLOWER
             against: tuple[tuple[str, Claim | Target], ...] = (
                 (PLAIN, Target("two streams over the best plain step", "x", wanted)),
                 (COMPILED, claim("over-compiled")),
+                (GRAPH, Target("two streams over CUDA graphs alone", "x", over_graph)),
             )
             for kind, row in against:
                 ours, best, over = best_gain(point, kind)
                 if ours is None or over is None:
                     continue
                 on = point.facts["kept"][ours]
-                note = f"{point.at['case']}, {_allocator(ours)}, over {best}; on in {sum(on)} of {len(on)} fits"
+                note = f"{point.at['case']}, {_how(ours)}, over {best}; on in {sum(on)} of {len(on)} fits"
                 lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
         return [*lines, *_papers(result)]
 
     def notes(self, result: Result) -> list[str]:
-        lines = [
-            "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have "
-            "the allocator with which they are fastest. All take turns in each round, and quartiles are over rounds. "
-            "Bytes alive are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in "
-            "which two streams stay on.",
-        ]
-        if _to_show(result):
+        lines = [ON_CPU if _is_on_cpu(result.points[0]) else ON_DEVICE]
+        if any(map(_is_drawn, result.points)):
             lines.append(
-                "The picture has one step of the cases with the least and the most gain, of a bare loop too. How long "
-                "a core ran is processor time, in which threads of kernels that wait for work count as running."
+                "The picture has one step of each case, of a bare loop too. How long a core ran is processor time, in "
+                "which threads of kernels that wait for work count as running."
             )
         for point in result.points:
             case = point.at["case"]
             lines += [f"- {case}: no {name}: {reason}" for name, reason in point.facts["missing"].items()]
             first_s = point.facts.get("first compiled step (s)", {})
             lines += [f"- {case}: {label} has a first step of {s:g} s, which compiles" for label, s in first_s.items()]
-            same = [f"{show(over, 'x')} with {_allocator(label)}" for label, over in gains(point).items()]
-            lines += [f"- {case}: two streams over the best plain step of the same allocator: {', '.join(same)}."]
+            same = [f"{show(over, 'x')} with {_how(label)}" for label, over in gains(point).items()]
+            plain = "the best plain step of the same allocator" if _is_on_cpu(point) else "the plain step"
+            lines += [f"- {case}: two streams over {plain}: {', '.join(same)}."]
             lines += [f"- {case}, {label}: {said}" for label, said in point.facts["reports"].items()]
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        steps = _to_show(result)
-        drawing, panels = charts.panels(
-            titled(result),
-            1 + len(steps),
-            width=10.6,
-            height=5.2 + 2.3 * len(steps),
-            rows=1 + len(steps),
-            height_ratios=[4.0, *(1.4 for _ in steps)],
+        steps = [point for point in result.points if _is_drawn(point)]
+        rows = -(-len(steps) // 2)
+        ratios = {"height_ratios": [4.0, *[1.4] * rows]}
+        drawing, (whole, unused, *panels) = charts.panels(
+            titled(result), 2 + len(steps), width=10.6, height=5.2 + 1.9 * rows, rows=1 + rows, **ratios
         )
-        _draw_gains(panels[0], result)
-        for axes, (title, point) in zip(panels[1:], steps, strict=True):
-            one_step.draw(axes, f"{point.at['case']}, {title}", point.facts)
+        unused.remove()
+        whole.set_subplotspec(whole.get_gridspec()[0, :])
+        _draw_gains(whole, result)
+        for axes, point in zip(panels, steps, strict=True):
+            over = best_gain(point, PLAIN)[2]
+            gain = "" if over is None else f": {amount(over.median, 'x')} in fits"
+            one_step.draw(axes, f"{point.at['case']}{gain}", point.facts)
         if steps:
-            panels[-1].set_xlabel("time from the step's start (ms); white: the thread runs none of these")
-            charts.colour_legend(drawing, one_step.KINDS)
+            charts.colour_legend(drawing, one_step.KINDS, title=one_step.LEGEND, title_fontsize=8)
         charts.save(drawing, path)
 
 
 def _draw_gains(axes: Any, result: Result) -> None:
     labels = sorted({label for point in result.points for label in gains(point)})
-    series = [(f"over plain, {_allocator(one)}", [gains(point).get(one) for point in result.points]) for one in labels]
-    over_compiled = [best_gain(point, COMPILED)[2] for point in result.points]
-    series += [("the best, over the best compiled step", over_compiled)] if any(over_compiled) else []
+    series = [(f"over plain, {_how(one)}", [gains(point).get(one) for point in result.points]) for one in labels]
+    for kind, words in ((COMPILED, "the best compiled step"), (GRAPH, "a CUDA graph alone")):
+        over = [best_gain(point, kind)[2] for point in result.points]
+        series += [(f"the best, over {words}", over)] if any(over) else []
     for index, (words, values) in enumerate(series):
         places = [number + 0.16 * (index - (len(series) - 1) / 2) for number in range(len(values))]
         charts.points_with_spread(axes, places, values, words, index)
@@ -198,6 +209,23 @@ def _draw_gains(axes: Any, result: Result) -> None:
     axes.set_xticks(range(len(result.points)), [p.at["case"] for p in result.points], rotation=25, ha="right")
     axes.set_ylabel("steps per second of two streams\nagainst another step (x)")
     axes.legend(fontsize=8)
+
+
+ON_CPU = (
+    "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have the "
+    "allocator with which they are fastest. All take turns in each round, and quartiles are over rounds. Bytes alive "
+    "are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in which two streams stay "
+    "on."
+)
+ON_DEVICE = (
+    f"Fits take turns in each round, and quartiles are over rounds. CUDA events time the steps after {SEARCH_STEPS} of "
+    "warm-up. A CUDA graph alone is torch's: forward and backward pass are captured, loss and update are not. Bytes "
+    "alive are those of the device's allocator, without graphs, above what it had before the fit."
+)
+
+
+def _is_on_cpu(point: Point) -> bool:
+    return str(point.settings.get("hardware", {}).get("device", "cpu")) == "cpu"
 
 
 def _worker(request: dict[str, Any] | None, timeout_s: float, environment: dict[str, str], cache: str) -> Worker:
@@ -250,14 +278,13 @@ def _papers(result: Result) -> Iterator[Comparison]:
         for point in result.points:
             over = best_gain(point, PLAIN)[2]
             if over is not None and point.at["case"].startswith(network):
-                note = f"the paper's: a V100, over XLA, kernels issued ahead; here a CPU, {point.at['case']}"
+                here = "a CPU" if _is_on_cpu(point) else "over the plain step"
+                note = f"the paper's: a V100, over XLA, kernels issued ahead; here {here}, {point.at['case']}"
                 yield Comparison(published, over, note)
     for point in filter(_is_looked_at, result.points):
-        if point.has(TWO_STREAMS, ALIVE):
-            plain, two = (point.values(label, ALIVE) for label in (PLAIN, TWO_STREAMS))
-            more = spread([100 * (ours / before - 1) for ours, before in zip(two, plain, strict=True)])
+        if more := percent_more(point, TWO_STREAMS, PLAIN, ALIVE):
             kept = "holds" if more.median <= claim("figure-9-peak").value else "does not hold"
-            mib = amount(statistics.median(two) - statistics.median(plain), "MiB")
+            mib = amount(point.median(TWO_STREAMS, ALIVE) - point.median(PLAIN, ALIVE), "MiB")
             yield Comparison(claim("figure-9-peak"), more, f"{point.at['case']}: {mib} more; {kept}")
 
 
@@ -266,20 +293,16 @@ def _is_looked_at(point: Point) -> bool:
     return not point.settings["case"].get("fuse_updates") or "layers" in point.facts
 
 
-def _to_show(result: Result) -> list[tuple[str, Point]]:
-    """The points of which a step is drawn, least and most gain, and what is said of each."""
-    looked_at = [point for point in result.points if _is_looked_at(point) and one_step.BUSY in point.facts]
-    there = [(best_gain(point, PLAIN)[2], point) for point in looked_at]
-    ordered = sorted(((over.median, p) for over, p in there if over is not None), key=lambda one: one[0])
-    ends = [("least gain", *ordered[0]), ("most gain", *ordered[-1])] if ordered else []
-    return [(f"{words}: {amount(over, 'x')} in fits", point) for words, over, point in ends[: len(ordered)]]
+def _is_drawn(point: Point) -> bool:
+    return _is_looked_at(point) and one_step.BUSY in point.facts
 
 
 def _label(kind: str, threads: int) -> str:
     return f"{kind}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _allocator(label: str) -> str:
+def _how(label: str) -> str:
+    """With which allocator two streams ran, or by what on a device."""
     return label.removeprefix(f"{TWO_STREAMS}, ")
 
 
@@ -303,7 +326,7 @@ def gains(point: Point) -> dict[str, Spread]:
     found: dict[str, Spread] = {}
     ours = [label for label in point.variants(STEP) if label.startswith(TWO_STREAMS)]
     for label in sorted(ours, key=lambda label: point.median(label, STEP)):
-        best = fastest(point, PLAIN, _allocator(label))
+        best = fastest(point, PLAIN, _how(label) if _is_on_cpu(point) else None)
         if best is not None:
             found[label] = point.speedup(best, label, STEP)
     return found
@@ -369,3 +392,80 @@ def _kept(report: Any) -> dict[str, Any]:
     layers = next((one.layers for one in (report.setting, *report.tried_ms) if one is not None and one.layers), None)
     names = None if layers is None else sorted(name.removeprefix("model.") for name in layers)  # a Loop's
     return {"report": report.one_line, "on": on, "layers": names}
+
+
+EAGER = "eager"
+WAYS: dict[str, Callable[[], Any]] = {
+    f"{PLAIN}, {EAGER}": lambda: "auto",
+    f"{COMPILED}, reduce-overhead": lambda: "auto",
+    f"{GRAPH}, one stream": lambda: "auto",
+    f"{TWO_STREAMS}, {EAGER}": partial(OOOSingleDeviceStrategy, threads=(1, 1)),
+    f"{TWO_STREAMS}, CUDA graphs": partial(OOOSingleDeviceStrategy, threads=(1, 1), graph=True),
+    f"{TWO_STREAMS}, search": partial(OOOSingleDeviceStrategy, graph=True),
+}
+"""Strategies of the fits on a device, by variant; with threads given there is no search."""
+
+
+class GraphedByTorch(Callback):
+    """Has the passes of a fit's network in torch's own CUDA graphs; a teardown moves what they were captured with."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        self._inputs = inputs
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._model = pl_module.get_submodule("model")
+        torch.cuda.make_graphed_callables(self._model, (self._inputs,), pool=torch.cuda.graph_pool_handle())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        del self._model.forward
+
+
+def on_device(settings: SingleDeviceSettings, case: dict[str, Any], tick: Tick) -> Measured:
+    """Measure a case on the settings' device; why a way is missing stands in the facts."""
+    device, missing = torch.device(settings.hardware.device), dict[str, str]()
+    steps = 1 + SEARCH_STEPS + case.get("steps", settings.steps)
+    batches = build_batches(case["data"], case["batch_size"], 1, device) * steps
+    blocks: dict[str, Callable[[], tuple[float, float, Any]]] = {}
+    for label in WAYS:
+        model: Any = build_model(case["model"], CPU, settings.seed)
+        model = torch.compile(model, mode="reduce-overhead") if label.startswith(COMPILED) else model
+        blocks[label] = partial(_fit_on_device, label, model, case, batches, device)
+        try:
+            blocks[label]()  # compiles
+        except Exception as error:  # whatever it was, it is the reason why this way is not there
+            if label.startswith(PLAIN):
+                raise
+            missing[label] = one_line(error) or type(error).__name__
+            del blocks[label]
+    found = interleave(blocks, settings.rounds, 0, tick)
+    rows = [Row(label, STEP, "ms", [round(ms, 4) for ms, _, _ in fits]) for label, fits in found.items()]
+    eager = {name: found.get(f"{name}, {EAGER}", []) for name in (PLAIN, TWO_STREAMS)}
+    if all(eager.values()):
+        rows += [Row(name, ALIVE, "MiB", [round(mib, 4) for _, mib, _ in fits]) for name, fits in eager.items()]
+    kept = {label: [_kept(report) for *_, report in fits] for label, fits in found.items()}
+    ours = {label: reports for label, reports in kept.items() if label.startswith(TWO_STREAMS)}
+    facts = {
+        "missing": missing,
+        "batch size": case["batch_size"],
+        "reports": {label: reports[-1]["report"] for label, reports in ours.items()},
+        "kept": {label: [report["on"] for report in reports] for label, reports in ours.items()},
+    }
+    return Measured(rows, facts)
+
+
+def _fit_on_device(
+    label: str, model: Any, case: dict[str, Any], batches: list[Batch], device: torch.device
+) -> tuple[float, float, Any]:
+    """Train; return the median step in ms, the MiB of the peak, and what two streams report."""
+    gc.collect()  # an earlier fit is a reference cycle
+    strategy = WAYS[label]()
+    callbacks = [GraphedByTorch(batches[0][0])] if label.startswith(GRAPH) else []
+    run, before, probe = Run(lambda: strategy, case.get("flags", {})), MemoryProbe(device), MemoryProbe(device)
+    before.start()
+    before.stop()
+    probe.start()
+    training = train(run, model, batches, case["optimizer"], device=device.type, callbacks=callbacks)
+    probe.stop()
+    peak_bytes = probe.peaks()["batch"] - before.peaks()["batch"]
+    report = None if strategy == "auto" else strategy.report()
+    return statistics.median(training.step_ms[SEARCH_STEPS:]), peak_bytes / 2**20, report

@@ -23,29 +23,11 @@ from retime.schedules import (
     Timeline,
     backward_to_forward,
     communicate_last,
+    pipeline,
     reverse_first_k,
     simulate,
     write_chrome_trace,
     write_png,
-)
-from retime.schedules.pipeline import (
-    GREEDY,
-    Placement,
-    StageCosts,
-    block,
-    cross_layer,
-    gpipe,
-    interleaved,
-    interleaved_zero_bubble,
-    modulo,
-    one_forward_one_backward,
-    ooo_pipe1,
-    ooo_pipe2,
-    simulate_pipeline,
-    v_shape,
-    validate_pipeline,
-    zb_h1,
-    zbv,
 )
 
 CONVENTIONAL, PRIORITISED, REVERSED = "(a) conventional", "(b) prioritised communication", "(c) reverse first-k"
@@ -132,24 +114,12 @@ def timeline(settings: SimulatedSettings, k: int, last: Collection[int] = ()) ->
 
 def boxes(found: Timeline) -> list[tuple[str, str, float, float, str]]:
     """Name, lane, start, length and kind of each task, and of the GPU's idle times as the figure shows them."""
-    tasks = [
-        (
-            span.name.rstrip("'"),
-            _NETWORK if span.lane == _NETWORK else _GPU,
-            span.start_ms,
-            span.duration_ms,
-            span.category,
-        )
-        for span in found.spans
-    ]
-    now = 0.0
-    idle = []
-    for _, lane, start, length, _ in sorted(tasks, key=lambda box: box[2]):
-        if lane == _GPU:
-            if start > now:
-                idle.append(("idle", _GPU, now, start - now, "idle"))
-            now = start + length
-    return tasks + idle
+    lanes = {_NETWORK: _NETWORK}
+    tasks = [(s.name.rstrip("'"), lanes.get(s.lane, _GPU), s.start_ms, s.duration_ms, s.category) for s in found.spans]
+    busy = sorted((start, start + length) for _, lane, start, length, _ in tasks if lane == _GPU)
+    ends = [0.0, *(end for _, end in busy)]
+    idle = [(end, start - end) for end, (start, _) in zip(ends, busy, strict=False) if start > end]
+    return tasks + [("idle", _GPU, start, length, "idle") for start, length in idle]
 
 
 STEP, IDLE, ALIVE = "step", "idle", "layers alive"
@@ -167,10 +137,9 @@ class PipelineTimelines(Recipe[PaperPipelineSettings]):
     def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         rows, facts = [], {}
         for name, (schedule, placement) in variants(at["layers"], settings.ranks, settings.micro_batches).items():
-            validate_pipeline(schedule, placement, settings.micro_batches)
-            ran = simulate_pipeline(schedule, placement, StageCosts.uniform(placement.stages))
-            rows.append(Row(name, STEP, "units", [ran.makespan_ms]))
-            rows.append(Row(name, IDLE, "units", [max(ran.idle_ms)]))
+            pipeline.validate_pipeline(schedule, placement, settings.micro_batches)
+            ran = pipeline.simulate_pipeline(schedule, placement, pipeline.StageCosts.uniform(placement.stages))
+            rows += [Row(name, STEP, "units", [ran.makespan_ms]), Row(name, IDLE, "units", [max(ran.idle_ms)])]
             rows.append(Row(name, ALIVE, "layers", [max(ran.peak_activations)]))
             if name in _SHOWN:
                 spans = ran.timeline.spans
@@ -185,59 +154,50 @@ class PipelineTimelines(Recipe[PaperPipelineSettings]):
         for point in result.points:
             for (layers, name, over), claim in pipelines(result.where).items():
                 if layers == point.at["layers"]:
-                    took = point.values(name, STEP)[0]
-                    value = point.values(over, STEP)[0] / took if over else took
-                    lines.append(Comparison(claim, spread([value]), name))
+                    value = point.speedup(over, name, STEP) if over else point.spread(name, STEP)
+                    lines.append(Comparison(claim, value, name))
         return lines
 
     def notes(self, result: Result) -> list[str]:
         lines = ["F, O and W of a layer take one unit each, messages none; the first layer has no O, as in the paper."]
         compared = self.compare(result)
-        off = [line for line in compared if line.measured is not None and not _agrees(line)]
-        if compared:
-            lines.append(
-                "The figure's numbers hold."
-                if not off
-                else f"{len(off)} of the figure's numbers do not hold, see above."
-            )
-        else:
-            lines.append("The paper gives no numbers for this figure; what it shows is in the table.")
+        off = sum(not _agrees(line) for line in compared)
+        said = f"{off} of the figure's numbers do not hold, see above." if off else "The figure's numbers hold."
+        none = "The paper gives no numbers for this figure; what it shows is in the table."
+        lines.append(said if compared else none)
         if result.where == "Figure 12":
             flush = max(result.points, key=lambda point: int(point.at["layers"]))
-            ratio = flush.values(PLAIN, STEP)[0] / flush.values(DEALT, STEP)[0]
+            ratio = flush.speedup(PLAIN, DEALT, STEP).median
             lines.append(
                 f"1.62 is reached where an output gradient does not wait for its rank's last forward pass; in the "
                 f"order that the figure draws, with all forward passes first, it is {ratio:.2f}."
             )
-        best = {
-            point.at["layers"]: min(point.variants(STEP), key=lambda n: point.values(n, STEP)[0])
-            for point in result.points
-        }
-        lines += [f"- {layers} layers: the shortest step has {name}" for layers, name in best.items()]
-        return lines
+        best = {point.at["layers"]: point.fastest(point.variants(STEP), STEP) for point in result.points}
+        return lines + [f"- {layers} layers: the shortest step has {name}" for layers, name in best.items()]
 
     def draw(self, result: Result, path: Path) -> None:
         layers = result.points[0].at["layers"]
         draw_timelines(result, path, _SHOWN, f"{result.title}\n{layers} layers, simulated; units of ")
 
 
-def variants(layers: int, ranks: int, micro_batches: int | None) -> dict[str, tuple[Schedule, Placement]]:
+def variants(layers: int, ranks: int, micro_batches: int | None) -> dict[str, tuple[Schedule, pipeline.Placement]]:
     """The paper's three, and, with micro-batches, what others do."""
-    blocks, dealt = block(layers, ranks), modulo(layers, ranks)
+    blocks, dealt = pipeline.block(layers, ranks), pipeline.modulo(layers, ranks)
+    plain = pipeline.cross_layer(blocks) if micro_batches is None else pipeline.gpipe(blocks, micro_batches)
     found = {
-        PLAIN: (cross_layer(blocks) if micro_batches is None else gpipe(blocks, micro_batches), blocks),
-        FORWARDED: (ooo_pipe1(blocks, micro_batches), blocks),
-        DEALT: (ooo_pipe2(layers, ranks, micro_batches), dealt),
+        PLAIN: (plain, blocks),
+        FORWARDED: (pipeline.ooo_pipe1(blocks, micro_batches), blocks),
+        DEALT: (pipeline.ooo_pipe2(layers, ranks, micro_batches), dealt),
     }
     if micro_batches is None:
         return found
-    found[AT_ONCE] = (ooo_pipe2(layers, ranks, micro_batches, rule=GREEDY), dealt)
-    found["1F1B"] = (one_forward_one_backward(blocks, micro_batches), blocks)
-    found["ZB-H1"] = (zb_h1(blocks, micro_batches), blocks)
-    found["interleaved 1F1B"] = (interleaved(dealt, micro_batches), dealt)
-    found["interleaved zero bubble"] = (interleaved_zero_bubble(dealt, micro_batches), dealt)
-    down_and_up = v_shape(layers, ranks)
-    found["ZBV"] = (zbv(down_and_up, micro_batches), down_and_up)
+    found[AT_ONCE] = (pipeline.ooo_pipe2(layers, ranks, micro_batches, rule=pipeline.GREEDY), dealt)
+    found["1F1B"] = (pipeline.one_forward_one_backward(blocks, micro_batches), blocks)
+    found["ZB-H1"] = (pipeline.zb_h1(blocks, micro_batches), blocks)
+    found["interleaved 1F1B"] = (pipeline.interleaved(dealt, micro_batches), dealt)
+    found["interleaved zero bubble"] = (pipeline.interleaved_zero_bubble(dealt, micro_batches), dealt)
+    down_and_up = pipeline.v_shape(layers, ranks)
+    found["ZBV"] = (pipeline.zbv(down_and_up, micro_batches), down_and_up)
     return found
 
 

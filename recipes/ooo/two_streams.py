@@ -19,16 +19,7 @@ from retime.recipes.core.recipe import Measured, SimulatedRecipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.ooo import claims
 from retime.recipes.ooo import counted_networks as counted
-from retime.recipes.ooo.counted_networks import (
-    CAPACITY,
-    JOINT,
-    MEMORY_SHARE,
-    ONE,
-    PAPERS,
-    READY,
-    SETUP_MS,
-    CountedNetwork,
-)
+from retime.recipes.ooo.counted_networks import CAPACITY, JOINT, ONE, PAPERS, READY, SETUP_MS, CountedNetwork
 from retime.recipes.ooo.model_costs import V100
 from retime.recipes.ooo.settings import SimulatedSettings
 from retime.schedules import Kind, Task, TwoStreamSchedule, TwoStreamTimeline, profile_regions, simulate_two_streams
@@ -208,7 +199,7 @@ class IssueTimeline(CountedRecipe):
 class Placements(CountedRecipe):
     """Figure 8: both streams, by Algorithm 1 and as the paper places weight gradients."""
 
-    given = f"Algorithm 1 has {MEMORY_SHARE:g} of one stream's peak, as in section 8.2."
+    given = f"Algorithm 1 has {counted.MEMORY_SHARE:g} of one stream's peak, as in section 8.2."
 
     def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
         profile = profile_regions(network.regions, network.kernels, network.device())
@@ -370,7 +361,7 @@ class Speedups(CountedRecipe):
             if at in gains
         ]
         if point := points.get(REORDERED_AT):
-            gain = point.values(READY, STEP)[0] / point.values(JOINT, STEP)[0]
+            gain = point.speedup(READY, JOINT, STEP).median
             why = "in the layers' order they already gain most of it"
             lines.append(judged(claims.claim("reordered"), gain, what, why))
         for claim, names in FIGURE_7.items():
@@ -457,7 +448,7 @@ def _values(point: Point, quantity: str) -> list[float]:
 
 
 def _over_one(point: Point, name: str) -> float:
-    return point.values(ONE, STEP)[0] / point.values(name, STEP)[0]
+    return point.speedup(ONE, name, STEP).median
 
 
 def _issue(result: Result) -> str:

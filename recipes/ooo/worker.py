@@ -17,7 +17,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from retime.foundations.measure import LayerTimes, MemoryProbe, layer_times, update_ms
@@ -109,32 +108,17 @@ class Fits:
 
     def fit(self, name: str, steps: int | None = None, epochs: int = 1, callbacks: Iterable[Callback] = ()) -> Fit:
         """Train once; with `steps`, on so many batches, which begin again at their end."""
-        made: list[Strategy] = []
-
-        def strategy() -> Strategy:
-            made.append(
-                alone() if name == COMPUTE else variant(name).strategy(self._layer_bucket_mb, tuned_k=self.tuned_k)
-            )
-            return made[0]
-
         batches = self._batches
         if steps is not None:
             batches = [batches[number % len(batches)] for number in range(steps)]
         gc.collect()  # Trainers are reference cycles, whose tensors would pile up and be freed in the middle of a step
         dist.barrier()
-        training = train(
-            Run(strategy),
-            copy.deepcopy(self._model),
-            batches,
-            self._optimizer,
-            devices=1 if name == COMPUTE else dist.get_world_size(),
-            epochs=epochs,
-            callbacks=callbacks,
-        )
-        if not isinstance(made[0], OOODataParallelStrategy):
-            return Fit(training, None, None)
-        report = made[0].report()
-        return Fit(training, report.k, report)
+        strategy = alone() if name == COMPUTE else variant(name).strategy(self._layer_bucket_mb, tuned_k=self.tuned_k)
+        devices = 1 if name == COMPUTE else dist.get_world_size()
+        run, model = Run(lambda: strategy), copy.deepcopy(self._model)
+        training = train(run, model, batches, self._optimizer, devices=devices, epochs=epochs, callbacks=callbacks)
+        report = strategy.report() if isinstance(strategy, OOODataParallelStrategy) else None
+        return Fit(training, None if report is None else report.k, report)
 
     def search(self, steps: int) -> Fit:
         """Let k="auto" find its k; `tuned` variants take it from then on."""
@@ -159,10 +143,8 @@ class Fits:
 
     def communication_ms(self, repeats: int = 3) -> float:
         """Milliseconds to all-reduce as many bytes as the gradients have, in DDP's buckets, with nothing beside it."""
-        left, buckets = gradient_bytes(self._model), []
-        while left > 0:
-            buckets.append(torch.zeros(min(left, BUCKET_BYTES) // 4))
-            left -= BUCKET_BYTES
+        whole = gradient_bytes(self._model)
+        buckets = [torch.zeros(min(BUCKET_BYTES, whole - sent) // 4) for sent in range(0, whole, BUCKET_BYTES)]
         times, busy = [], []
         for _ in range(repeats):
             dist.barrier()
@@ -321,12 +303,7 @@ def _search(fit: Fit) -> dict[str, Any]:
     """How k="auto" went: the k that it tried, each with its step time, and in how many steps."""
     assert fit.report is not None
     path = [[int(k), round(seconds * 1e3, 4)] for k, seconds in fit.report.searched.items()]
-    return {
-        "k": fit.k,
-        "path": path,
-        "steps": fit.report.search_steps,
-        "report": fit.report.one_line,
-    }
+    return {"k": fit.k, "path": path, "steps": fit.report.search_steps, "report": fit.report.one_line}
 
 
 def serve() -> Answer:

@@ -133,7 +133,7 @@ class SimulatedCuda(TorchDispatchMode):
                 current_device=lambda: 0,
                 set_device=lambda device: None,
                 CUDAGraph=lambda keep_graph=False: Graph(self),
-                graph=lambda graph, pool=None, stream=None, capture_error_mode="global": Capturing(self, graph, stream),
+                graph=lambda graph, pool=None, stream=None, **_: Capturing(self, graph, stream or Stream(self)),
                 graph_pool_handle=lambda: (0, next(self.numbers)),
                 is_current_stream_capturing=lambda: self.capture is not None,
             ),

@@ -44,6 +44,9 @@ def test_a_title_has_machine_and_sizes_below_it() -> None:
     pinned = {"hardware": {"name": "cpu", "cores": 1}, "batch_size": 4}
     assert titled(result(pinned)) == "A title\nA, 1 core; batch 4"
     assert titled(result({}), "2 hosts") == "A title, 2 hosts\nA, 2 cores"
+    long = [{"width": 1 + number // 2, "image_size": 32} for number in range(3)]
+    named = [f"a network with a rather long name, {number}" for number in range(4)]
+    assert titled(result(*long, {**pinned, "image_size": 32}, case=named)) == "A title\nA, 2 cores; 32 px"
     assert hardware_line(result({}, simulated=True)) == "simulated"
     for where in ("Figure 1", "Figure 1, simulated"):
         one = replace(result({}, simulated=True), where=where, title="Time of a step, simulated")

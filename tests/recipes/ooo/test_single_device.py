@@ -1,21 +1,22 @@
 """`ooo_fig7` in small: one process, plain, compiled and two streams, verdicts by quartiles, and the picture."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.commands import advise_worker
 from retime.foundations.cpu_pool import MemoryPool
-from retime.foundations.measure import spread
+from retime.foundations.measure import MemoryProbe, spread
 from retime.mechanisms.two_streams import search
 from retime.recipes.core.claims import Claim, Target
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import register_all, settings_of
+from retime.recipes.core.schema import Hardware
 from retime.recipes.cpu_memory import allocators
 from retime.recipes.ooo import one_step, single_device
 from retime.recipes.ooo.claims import claim
@@ -23,14 +24,18 @@ from retime.recipes.ooo.settings import SingleDeviceSettings
 from retime.recipes.ooo.single_device import (
     ALIVE,
     COMPILED,
+    GRAPH,
     PLAIN,
+    WAYS,
     SingleDevice,
     best_gain,
     fastest,
     gains,
+    on_device,
     verdict,
 )
-from support.recipes import fork_workers
+from support.recipes import assert_draws, fork_workers, settings_for
+from support.simulated_cuda import simulated_cuda
 
 SMALL = ["processes=1", "rounds=2", "steps=1", "allocators=[glibc,tcmalloc]"]
 LINEAR = {
@@ -41,14 +46,6 @@ LINEAR = {
 }
 
 
-def settings_for(*overrides: str) -> SingleDeviceSettings:
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        whole = settings_of(compose("config", list(overrides)))
-    assert isinstance(whole, SingleDeviceSettings)
-    return whole
-
-
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> SingleDeviceSettings:
     fork_workers(monkeypatch, single_device)
@@ -57,7 +54,11 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> SingleDeviceSettings:
     return replace(settings_for("experiment=ooo_fig7", *SMALL), cases={"linear": LINEAR})
 
 
-def test_it_measures_and_reports(settings: SingleDeviceSettings, tmp_path: Path) -> None:
+def test_it_measures_and_reports(
+    settings: SingleDeviceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, draw = list[str](), one_step.draw
+    monkeypatch.setattr(one_step, "draw", lambda axes, title, facts: (drawn.append(title), draw(axes, title, facts)))
     recipe = SingleDevice()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     (point,) = result.points
@@ -73,8 +74,9 @@ def test_it_measures_and_reports(settings: SingleDeviceSettings, tmp_path: Path)
     assert memory.against == claim("figure-9-peak")
     assert len(point.values("two streams", ALIVE)) == single_device.PEAKS
     assert any("two streams over the best plain step of the same allocator" in line for line in recipe.notes(result))
-    recipe.draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    cases = ["linear", "again", "and again"]
+    assert_draws(recipe, replace(result, points=[replace(point, at={"case": case}) for case in cases]), tmp_path)
+    assert [title.partition(":")[0] for title in drawn] == cases, "a step of each case"
 
 
 def test_fused_cases_have_fused_optimizer_beside_the_plain_step(settings: SingleDeviceSettings, tmp_path: Path) -> None:
@@ -99,23 +101,20 @@ def test_compiled_steps_are_measured_beside(
     assert [*point.facts["first compiled step (s)"]] == ["compiled, 1 thread"]
     assert [line.against for line in recipe.compare(result)].count(claim("over-compiled")) == 1
     assert any("which compiles" in line for line in recipe.notes(result))
-    recipe.draw(result, tmp_path / "picture.png")
+    assert_draws(recipe, result, tmp_path)
 
 
-def test_what_compiles_too_long_is_left_out_by_name(settings: SingleDeviceSettings, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limit_s", "target", "reason"),
+    [(0.01, LINEAR["model"], "more than 0.01 s (compile_limit_s)"), (60, {"_target_": "torch.nn.Linear"}, "features")],
+)
+def test_what_does_not_compile_in_time_is_left_out_with_the_reason(
+    settings: SingleDeviceSettings, tmp_path: Path, limit_s: float, target: dict[str, Any], reason: str
+) -> None:
     missing: dict[str, str] = {}
-    short = replace(settings, compile_limit_s=0.01)
-    request = {"do": "begin", "case": LINEAR, "seed": 0}
-    assert single_device._compile(short, request, str(tmp_path), 1, missing) == {}
-    assert missing == {"compiled, 1 thread": "compiling takes more than 0.01 s (compile_limit_s)"}
-
-
-def test_what_does_not_compile_is_left_out_with_the_reason(settings: SingleDeviceSettings, tmp_path: Path) -> None:
-    missing: dict[str, str] = {}
-    case = {**LINEAR, "model": {"_target_": "torch.nn.Linear", "in_features": 1}}
-    request = {"do": "begin", "case": case, "seed": 0}
-    assert single_device._compile(settings, request, str(tmp_path), 1, missing) == {}
-    assert "out_features" in missing["compiled, 1 thread"]
+    request = {"do": "begin", "case": {**LINEAR, "model": target}, "seed": 0}
+    assert single_device._compile(replace(settings, compile_limit_s=limit_s), request, str(tmp_path), 1, missing) == {}
+    assert reason in missing["compiled, 1 thread"]
 
 
 def test_two_streams_are_held_against_the_best_plain_step() -> None:
@@ -162,17 +161,50 @@ def test_verdicts_follow_from_quartiles(rounds: list[float], said: str) -> None:
     assert verdict(spread(rounds), 1.1).startswith(said)
 
 
-def test_other_devices_are_refused(settings: SingleDeviceSettings, tmp_path: Path) -> None:
-    cuda = replace(settings, hardware=replace(settings.hardware, device="cuda"))
+def test_a_device_without_a_case_is_refused(tmp_path: Path) -> None:
+    recipe, of = SingleDevice(), "experiment=ooo_fig7"
     with pytest.raises(ValueError, match="choose hardware=cpu"):
-        single_device.SingleDevice().run(cuda, tmp_path, Console(quiet=True))
+        recipe.run(settings_for(f"{of}_compiled", "hardware=cuda"), tmp_path, Console(quiet=True))
+    points = [recipe.points(settings_for(of, f"hardware={name}")) for name in ("cpu", "cuda")]
+    assert [{at["case"].rpartition(", ")[2] for at in one} for one in points] == [{"32 px", "64 px"}, {"224 px"}]
+
+
+@pytest.mark.parametrize("is_simulated", [True, False])
+def test_fits_on_a_device_take_turns(
+    settings: SingleDeviceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_simulated: bool
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setattr(single_device, "SEARCH_STEPS", 4)  # too few for the search, which is slow here, to end
+    peaks = count(2**40, -(2**20))
+    monkeypatch.setattr(MemoryProbe, "peaks", lambda probe: {"batch": next(peaks)})
+    few = replace(settings, rounds=1, hardware=Hardware("cpu", "cpu", None))
+    with simulated_cuda("late") if is_simulated else nullcontext() as device:
+        found = on_device(few, LINEAR, lambda text: None)
+    graphs = [label for label in WAYS if "graph" in label.lower() or "search" in label]
+    there = list(WAYS) if is_simulated else [label for label in WAYS if label not in graphs]
+    assert [row.variant for row in found.rows if row.quantity == "step"] == there
+    assert list(found.facts["missing"]) == ([] if is_simulated else graphs)
+    assert all(len(row.values) == few.rounds for row in found.rows)
+    assert [row.values for row in found.rows if row.quantity == ALIVE] == [[1.0], [1.0]]
+    assert found.facts["kept"]["two streams, eager"] == [True]
+    if device is not None:
+        # torch warms its graphs up on another stream than that which it captures
+        assert [fault for fault in device.faults if not fault.startswith("first call of ")] == []
+        assert "graph: " in found.facts["reports"]["two streams, CUDA graphs"]
+    point = Point({"case": "linear"}, {"hardware": {"device": "cuda"}, "case": LINEAR}, found.rows, found.facts)
+    recipe, result = SingleDevice(), Result("x", "x", "x", "x", "x", [point])
+    peers = [kind for kind in (PLAIN, COMPILED, GRAPH) if is_simulated or kind != GRAPH]
+    notes = [line.note for line in recipe.compare(result) if line.note.startswith("linear, ")]
+    assert [note.partition(", over ")[2].partition(",")[0] for note in notes] == peers
+    assert any("two streams over the plain step: " in line for line in recipe.notes(result))
+    assert_draws(recipe, result, tmp_path)
 
 
 @pytest.mark.parametrize("experiment", ["ooo_fig7", "ooo_fig7_more", "ooo_fig7_compiled"])
 def test_every_case_trains(experiment: str) -> None:
     for case in settings_for(f"experiment={experiment}").cases.values():
         loop = one_step.Loop({**case, "batch_size": 2}, 0, 1, two=True)
-        for _ in range(3):
+        for _ in range(1 if case.get("device") else 3):
             loop.step()
         loop.close()
 
