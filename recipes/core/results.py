@@ -179,7 +179,7 @@ LONGEST_LINE, MOST_LINES, MOST_NAMED = 75, 2, 4
 def titled(result: Result, more: str = "") -> str:
     """A chart's title: what it is, with `more` if there is any, and below it where that was measured and its sizes.
 
-    Where all sizes would take more lines than :data:`MOST_LINES`, only those that every point has are there.
+    Where all sizes would take more lines than :data:`MOST_LINES`, only those that every point has are there, unnamed.
     """
     where = "" if SIMULATED in result.title else hardware_line(result)
     for of_all in (False, True):
@@ -198,8 +198,8 @@ def heading(result: Result) -> str:
 def sizes(result: Result, *, of_all: bool = False) -> str:
     """Sizes of images, networks and batches, as settings say: `64 px, width 0.5 (VGG-16), batch 8 to 32`.
 
-    Nothing of a simulation: what it takes from its settings differs from point to point. With `of_all` nothing either
-    of a size that some points do not have.
+    Nothing of a simulation: what it takes from its settings differs from point to point. With `of_all` names of points
+    are left out, and sizes that some points do not have.
     """
     if result.simulated:
         return ""
@@ -214,7 +214,7 @@ def sizes(result: Result, *, of_all: bool = False) -> str:
         if not values[key] or (of_all and {name for of in values[key].values() for name in of} != {*names}):
             continue
         named = {value: list(dict.fromkeys(of)) for value, of in values[key].items() if set(of) != set(names)}
-        if len(values[key]) > 2 or sum(map(len, named.values())) > MOST_NAMED:
+        if len(values[key]) > 2 or sum(map(len, named.values())) > (0 if of_all else MOST_NAMED):
             ends = dict.fromkeys(f"{end(values[key]):g}" for end in (min, max))
             words.append(text.format(" to ".join(ends)))
         else:
