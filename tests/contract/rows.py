@@ -36,7 +36,7 @@ from contract.traits import (
     UNUSED,
 )
 from retime.callbacks import FuseOptimizer
-from retime.foundations.weight_gradients import passes as layer_hooks
+from retime.foundations.weight_gradients import split_backward as layer_hooks
 from retime.mechanisms.cpu_accumulation import HostUpdateReport
 from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.memory_budget import BudgetedStep

@@ -15,7 +15,7 @@ from contract.in_parts import uneven_parts
 from contract.random_models.model import RandomModel
 from contract.random_models.spec import Node, Spec, Training
 from contract.random_models.training import CLIP_VALUE, Way, train
-from retime.foundations.weight_gradients import WeightGradientDeferral, cut, passes
+from retime.foundations.weight_gradients import WeightGradientDeferral, cut, split_backward
 from retime.mechanisms.memory_budget import BudgetedStep, HostMemory, OffloadSavedTensors, sub_batches
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.mechanisms.memory_budget.report import PlannedShape
@@ -82,7 +82,7 @@ class Deferral(Way):
         self._deferral.k = (99, 1, 3, 0, 2)[self._number % 5]
         self._number += 1
         with ExitStack() as patches:
-            for module in (cut, passes):
+            for module in (cut, split_backward):
                 patches.enter_context(patch.object(module, "SMALL_BYTES", self._small_bytes))
             loss = compute(batch)
             self._deferral.watch(loss)
