@@ -84,12 +84,9 @@ def step_on(model: nn.Module, read: bool) -> Callable[[Any], Tensor]:
     return step
 
 
-def train(budget: int | None, read: bool, steps: int = 4) -> tuple[Net, dict[str, Any], Any]:
-    global held
-    torch.manual_seed(0)
-    held, model = Held(), Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step, data = step_on(model, read), list(loader(steps))
+def run(model: nn.Module, step: Callable[[Any], Tensor], steps: int, budget: int | None) -> Any:
+    """Train plainly, or with a budget, whose report is returned."""
+    optimizer, data = torch.optim.SGD(model.parameters(), 0.1), list(loader(steps))
     budgeted = None if budget is None else BudgetedStep(model, [optimizer], budget, HostMemory("cpu"))
     for batch in data:
         optimizer.zero_grad()
@@ -100,7 +97,15 @@ def train(budget: int | None, read: bool, steps: int = 4) -> tuple[Net, dict[str
         optimizer.step()
     if budgeted is not None:
         budgeted.remove()
-    return model, held.values(), budgeted and budgeted.report()
+    return budgeted and budgeted.report()
+
+
+def train(budget: int | None, read: bool, steps: int = 4) -> tuple[Net, dict[str, Any], Any]:
+    global held
+    torch.manual_seed(0)
+    held, model = Held(), Net()
+    report = run(model, step_on(model, read), steps, budget)
+    return model, held.values(), report
 
 
 def differing(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
@@ -211,24 +216,14 @@ def test_tensors_are_bound_to_other_memory_once_a_step(
         torch.manual_seed(0)
         tensor = torch.ones(support.FEATURES)
         tensor, model = nn.Parameter(tensor) if parameter else tensor, Net()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
         def step(batch: Any) -> Tensor:
             with torch.no_grad():
                 bind(tensor, batch[0])
             return F.cross_entropy(model(batch[0]), batch[1]) * (1 + tensor.detach().mean() + tensor.numel() / 100)
 
-        budgeted = None if budget is None else BudgetedStep(model, [optimizer], budget, HostMemory("cpu"))
-        for batch in loader(3):
-            optimizer.zero_grad()
-            if budgeted is None:
-                step(batch).backward()
-            else:
-                budgeted.run(step, batch)
-            optimizer.step()
-        if budgeted is not None:
-            assert budgeted.report().sub_batches == 3
-            budgeted.remove()
+        report = run(model, step, 3, budget)
+        assert report is None or report.sub_batches == 3
         return model, tensor
 
     (plain, expected), (ours, found) = train_with(None), train_with(budget)
