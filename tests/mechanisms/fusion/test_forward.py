@@ -342,11 +342,16 @@ def _compiled_layer(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: model(x).square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("compile_late", [_compiled_function, _compiled_model, _compiled_layer])
+@pytest.mark.parametrize(
+    ("compile_late", "forgets"),
+    [(_compiled_function, False), (_compiled_model, False), (_compiled_layer, False), (_compiled_function, True)],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch")
-def test_compiling_after_fusing(compile_late: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
-    def loop(mode: str | None) -> Any:
+def test_compiling_after_fusing(compile_late: Callable[[nn.Module], Callable[[Tensor], Tensor]], forgets: bool) -> None:
+    """Also where dynamo was reset, which forgets whom to tell of compilations."""
+
+    def loop(mode: str | None) -> list[Tensor]:
         torch._dynamo.reset()
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -356,7 +361,9 @@ def test_compiling_after_fusing(compile_late: Callable[[nn.Module], Callable[[Te
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for i, x in enumerate(batches(5)):
-                if i == 1:
+                if forgets and i == 1:
+                    torch._dynamo.reset()
+                if i == 1 + forgets:
                     run = compile_late(model)
                 loss = run(x)
                 losses.append(loss.detach())
@@ -364,41 +371,11 @@ def test_compiling_after_fusing(compile_late: Callable[[nn.Module], Callable[[Te
                 optimizer.step()
                 optimizer.zero_grad()
         if fusion:
-            assert any(issubclass(warning.category, NoEffectWarning) for warning in told)
-            fusion.remove()
-        return losses
-
-    plain, ours = loop(None), loop("forward")
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-    torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.filterwarnings("ignore::FutureWarning:torch")
-def test_compiling_after_dynamo_was_reset() -> None:
-    def loop(mode: str | None) -> list[Tensor]:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
-        losses = []
-        run: Callable[[Tensor], Tensor] = lambda x: model(x).square().mean()  # noqa: E731
-        for i, x in enumerate(batches(5)):
-            if i == 1:
-                torch._dynamo.reset()  # forgets whom to tell of compilations
-            if i == 2:
-                run = torch.compile(lambda x: model(x).square().mean(), backend="aot_eager")
-            loss = run(x)
-            losses.append(loss.detach())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if fusion:
+            assert forgets or any(issubclass(warning.category, NoEffectWarning) for warning in told)
             torch._dynamo.reset()
             fusion.remove()
         return losses
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoEffectWarning)
-        plain, ours = loop(None), loop("forward")
+    plain, ours = loop(None), loop("forward")
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
     torch._dynamo.reset()
