@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from retime.foundations.weight_gradients import WeightGradientDeferral
 
 WIDTH = 160
+"""Wide enough that a square weight is not small."""
 
 
 class Own(nn.Module):

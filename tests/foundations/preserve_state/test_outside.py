@@ -129,11 +129,23 @@ def test_training_writes_once_a_step(budget: int, measured: bool, request: pytes
     assert (report.offload is not None) == (budget == TIGHT)
 
 
-def test_a_first_step_that_is_stopped_writes_once(offloads: None) -> None:
+def added(count: Tensor) -> None:
+    count.add_(1)
+
+
+def bound(count: Tensor) -> None:
+    count.data = count.data + 1
+
+
+@pytest.mark.parametrize("write", [added, bound])
+def test_a_first_step_that_is_stopped_writes_once(
+    write: Callable[[Tensor], None], offloads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_planner, "nothing_compiled", lambda: True)  # which other tests of this process may have
     model, count, said = nn.Linear(16, 16), torch.zeros(()), list[str]()
 
     def loss(batch: Tensor) -> Tensor:
-        count.add_(1)
+        write(count)
         for _ in range(100):
             batch = model(batch).tanh()
         return batch.mean()
@@ -244,23 +256,6 @@ def test_a_binding_in_a_dry_run_says_what_to_change() -> None:
     assert torch.equal(tensor, torch.ones(support.FEATURES))
     profile_step(TrainingStep(model, batch, BATCH, loss), real=True)
     assert torch.equal(tensor, torch.ones(support.FEATURES))
-
-
-def test_a_first_step_that_is_stopped_binds_once(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_planner, "nothing_compiled", lambda: True)  # which other tests of this process may have
-    model, count, said = nn.Linear(16, 16), torch.zeros(()), list[str]()
-
-    def loss(batch: Tensor) -> Tensor:
-        count.data = count.data + 1
-        for _ in range(100):
-            batch = model(batch).tanh()
-        return batch.mean()
-
-    step = BudgetedStep(model, [torch.optim.SGD(model.parameters(), 0.1)], 500_000, HostMemory("cpu"), say=said.append)
-    step.run(loss, torch.ones(64, 16))
-    assert any("was stopped" in line for line in said)
-    assert count == 1
-    step.remove()
 
 
 def test_only_what_was_there_before_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
