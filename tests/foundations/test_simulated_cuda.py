@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from retime.foundations.measure.timing import StepTimer
 from retime.foundations.streams import Mark, has_streams
 from support.simulated_cuda import ORDERS, SimulatedCuda, simulated_cuda
-from support.simulated_streams import side
+from support.simulated_streams import on_side, side
 
 
 @pytest.fixture(params=ORDERS)
@@ -57,8 +57,7 @@ def test_what_depends_on_values_runs_at_once(device: SimulatedCuda) -> None:
     drawn = torch.rand(3)
     torch.manual_seed(0)
     values = torch.arange(5.0)
-    stream = side()
-    with torch.cuda.stream(stream):
+    with on_side() as stream:
         again = torch.rand(3)
         place = (values * 1).argmax()
         last = values[place]
@@ -72,8 +71,7 @@ def test_what_depends_on_values_runs_at_once(device: SimulatedCuda) -> None:
 def test_temporaries_of_a_side_stream_are_freed_before_they_are_used(device: SimulatedCuda) -> None:
     """On one stream memory is used again in order."""
     values = torch.ones(4)
-    stream = side()
-    with torch.cuda.stream(stream):
+    with on_side() as stream:
         for _ in range(5):
             values = values * 2 + 1
     torch.cuda.current_stream().wait_stream(stream)
@@ -104,8 +102,7 @@ def test_an_event_that_is_ahead_has_no_time_yet() -> None:
     with simulated_cuda("late"):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         values = torch.zeros(4)
-        stream = side()
-        with torch.cuda.stream(stream):
+        with on_side():
             begin.record()
             values.add_(1)
             end.record()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from retime.foundations.weight_gradients import WeightGradientDeferral
 
 WIDTH = 160
+"""Wide enough that a square weight is not small."""
 
 
 class Own(nn.Module):
@@ -52,7 +53,8 @@ def step(model: nn.Module, deferral: WeightGradientDeferral | None = None) -> li
     return [parameter.grad for parameter in model.parameters()]
 
 
-def assert_same(model: nn.Module, plain: nn.Module, deferral: WeightGradientDeferral) -> None:
-    for mine, theirs in zip(step(model, deferral), step(plain), strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
+def assert_same(model: nn.Module, plain: nn.Module, deferral: WeightGradientDeferral, steps: int = 1) -> None:
+    for _ in range(steps):
+        for mine, theirs in zip(step(model, deferral), step(plain), strict=True):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or theirs is None or torch.equal(mine, theirs)

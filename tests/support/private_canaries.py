@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from retime.foundations.torch_private import engine
+
 
 def canary(*names: str, breaks: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test of accessors; its failure names the feature.
@@ -32,3 +34,15 @@ def dies(test: Callable[..., None], *args: Any) -> None:
     """Hold a canary to what it is for: with a library that behaves otherwise, it must fail."""
     with pytest.raises(pytest.fail.Exception, match=r" breaks: .* is not what it was"):
         test(*args)
+
+
+class Operations(engine.TorchDispatchMode):
+    """Notes the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))

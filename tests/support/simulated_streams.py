@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,14 @@ def side() -> Any:
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     return stream
+
+
+@contextmanager
+def on_side() -> Iterator[Any]:
+    """Give what runs inside to a new stream behind what the current one has been given."""
+    stream = side()
+    with torch.cuda.stream(stream):
+        yield stream
 
 
 class Stream:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from retime.foundations.cpu_pool import pool as freed_memory
 from retime.foundations.cpu_pool import pool as pool_module
-from retime.foundations.cpu_pool.pool import FreedMemory, MemoryPool
+from retime.foundations.cpu_pool.pool import POOLED_BYTES, FreedMemory, MemoryPool
 from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.step import BudgetedStep
 
@@ -31,9 +30,9 @@ def all_are(tensor, value):
 class TestCounts:
     def test_small_tensors_are_not_the_pools(self, pool):
         before = pool.counts().live
-        small, large = block(16 * 1024 - 1), block(16 * 1024)
-        assert pool.counts().live - before == 16 * 1024
-        assert pool.bytes_elsewhere([small, large, small[:5]]) == 16 * 1024 - 1
+        small, large = block(POOLED_BYTES - 1), block(POOLED_BYTES)  # so the threshold is the machine code's
+        assert pool.counts().live - before == POOLED_BYTES
+        assert pool.bytes_elsewhere([small, large, small[:5]]) == POOLED_BYTES - 1
 
     def test_freed_memory_is_used_again(self, pool):
         pool.limit(pool.counts().live + 4 * BLOCK)
@@ -217,7 +216,7 @@ def test_the_last_of_its_users_takes_it_away(pool):
     second.remove()
     assert pool.bytes_elsewhere([block()]) == 0
     pool.remove()
-    others = len(freed_memory._WISHES)  # those of earlier tests that are still alive
+    others = len(pool_module._WISHES)  # those of earlier tests that are still alive
     between = block()
     pool.install()
     assert pool.bytes_elsewhere([between]) == (0 if others else BLOCK)
@@ -269,7 +268,7 @@ def test_without_a_compiler_freed_memory_goes_back(no_compiler):
 
 
 def test_where_it_cannot_go_back_that_is_said(no_compiler, monkeypatch):
-    monkeypatch.setattr(freed_memory, "give_back_freed_memory", lambda: False)
+    monkeypatch.setattr(pool_module, "give_back_freed_memory", lambda: False)
     assert re.match("freed memory stays in the process: .*compiler", FreedMemory(torch.device("cpu")).note)
 
 

@@ -41,20 +41,27 @@ def give_gradients(tensors: list[nn.Parameter], step: int) -> None:
         tensor.grad = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
 
+def step_on(tensors: list[nn.Parameter], optimizer: Optimizer, number: int, *, windowed: bool = False) -> None:
+    give_gradients(tensors, number)
+    if windowed:
+        window = PartialOptimizer(optimizer)
+        with torch.no_grad():
+            window.update(tensors[:2])
+            window.update(tensors[2:])
+    else:
+        optimizer.step()
+
+
+def with_state(tensors: list[nn.Parameter], optimizer: Optimizer) -> list[Tensor]:
+    return [*tensors, *(value for tensor in tensors for value in optimizer.state[tensor].values())]
+
+
 def train(make: Callable[[Any], Optimizer], dtype: torch.dtype = torch.float32, *, windowed: bool) -> list[Tensor]:
     tensors = parameters(dtype)
     optimizer = make(tensors)
-    for step in range(4):
-        give_gradients(tensors, step)
-        if windowed:
-            window = PartialOptimizer(optimizer)
-            with torch.no_grad():
-                window.update(tensors[:2])
-                window.update(tensors[2:])
-        else:
-            optimizer.step()
-    state = [value for tensor in tensors for value in optimizer.state[tensor].values()]
-    return [*tensors, *state]
+    for number in range(4):
+        step_on(tensors, optimizer, number, windowed=windowed)
+    return with_state(tensors, optimizer)
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])
@@ -130,8 +137,7 @@ def test_a_scaler_is_left_to_step(name: str) -> None:
 def test_other_tensors_than_the_first_are_left_to_step() -> None:
     mixed = [*parameters(), nn.Parameter(torch.ones(3, dtype=torch.float64))]
     optimizer = AdamW(mixed, fused=True)
-    give_gradients(mixed, 0)
-    optimizer.step()
+    step_on(mixed, optimizer, 0)
     kernel = FusedAdam.of(optimizer, raw_step(optimizer), optimizer.param_groups[0])
     assert kernel is not None
     before = [tensor.detach().clone() for tensor in mixed]
@@ -145,19 +151,12 @@ def test_a_loaded_state_is_used() -> None:
     def trained(*, windowed: bool) -> list[Tensor]:
         tensors = parameters()
         optimizer = AdamW(tensors, fused=True)
-        give_gradients(tensors, 0)
-        optimizer.step()
+        step_on(tensors, optimizer, 0)
         saved = optimizer.state_dict()
-        give_gradients(tensors, 1)
-        optimizer.step()
+        step_on(tensors, optimizer, 1)
         optimizer.load_state_dict(saved)
-        give_gradients(tensors, 2)
-        if windowed:
-            with torch.no_grad():
-                PartialOptimizer(optimizer).update(tensors)
-        else:
-            optimizer.step()
-        return [*tensors, *(value for tensor in tensors for value in optimizer.state[tensor].values())]
+        step_on(tensors, optimizer, 2, windowed=windowed)
+        return with_state(tensors, optimizer)
 
     assert all(map(torch.equal, trained(windowed=False), trained(windowed=True)))
 

@@ -84,12 +84,9 @@ def step_on(model: nn.Module, read: bool) -> Callable[[Any], Tensor]:
     return step
 
 
-def train(budget: int | None, read: bool, steps: int = 4) -> tuple[Net, dict[str, Any], Any]:
-    global held
-    torch.manual_seed(0)
-    held, model = Held(), Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step, data = step_on(model, read), list(loader(steps))
+def run(model: nn.Module, step: Callable[[Any], Tensor], steps: int, budget: int | None) -> Any:
+    """Train plainly, or with a budget, whose report is returned."""
+    optimizer, data = torch.optim.SGD(model.parameters(), 0.1), list(loader(steps))
     budgeted = None if budget is None else BudgetedStep(model, [optimizer], budget, HostMemory("cpu"))
     for batch in data:
         optimizer.zero_grad()
@@ -100,7 +97,15 @@ def train(budget: int | None, read: bool, steps: int = 4) -> tuple[Net, dict[str
         optimizer.step()
     if budgeted is not None:
         budgeted.remove()
-    return model, held.values(), budgeted and budgeted.report()
+    return budgeted and budgeted.report()
+
+
+def train(budget: int | None, read: bool, steps: int = 4) -> tuple[Net, dict[str, Any], Any]:
+    global held
+    torch.manual_seed(0)
+    held, model = Held(), Net()
+    report = run(model, step_on(model, read), steps, budget)
+    return model, held.values(), report
 
 
 def differing(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
@@ -124,11 +129,23 @@ def test_training_writes_once_a_step(budget: int, measured: bool, request: pytes
     assert (report.offload is not None) == (budget == TIGHT)
 
 
-def test_a_first_step_that_is_stopped_writes_once(offloads: None) -> None:
+def added(count: Tensor) -> None:
+    count.add_(1)
+
+
+def bound(count: Tensor) -> None:
+    count.data = count.data + 1
+
+
+@pytest.mark.parametrize("write", [added, bound])
+def test_a_first_step_that_is_stopped_writes_once(
+    write: Callable[[Tensor], None], offloads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_planner, "nothing_compiled", lambda: True)  # which other tests of this process may have
     model, count, said = nn.Linear(16, 16), torch.zeros(()), list[str]()
 
     def loss(batch: Tensor) -> Tensor:
-        count.add_(1)
+        write(count)
         for _ in range(100):
             batch = model(batch).tanh()
         return batch.mean()
@@ -211,24 +228,14 @@ def test_tensors_are_bound_to_other_memory_once_a_step(
         torch.manual_seed(0)
         tensor = torch.ones(support.FEATURES)
         tensor, model = nn.Parameter(tensor) if parameter else tensor, Net()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
         def step(batch: Any) -> Tensor:
             with torch.no_grad():
                 bind(tensor, batch[0])
             return F.cross_entropy(model(batch[0]), batch[1]) * (1 + tensor.detach().mean() + tensor.numel() / 100)
 
-        budgeted = None if budget is None else BudgetedStep(model, [optimizer], budget, HostMemory("cpu"))
-        for batch in loader(3):
-            optimizer.zero_grad()
-            if budgeted is None:
-                step(batch).backward()
-            else:
-                budgeted.run(step, batch)
-            optimizer.step()
-        if budgeted is not None:
-            assert budgeted.report().sub_batches == 3
-            budgeted.remove()
+        report = run(model, step, 3, budget)
+        assert report is None or report.sub_batches == 3
         return model, tensor
 
     (plain, expected), (ours, found) = train_with(None), train_with(budget)
@@ -249,23 +256,6 @@ def test_a_binding_in_a_dry_run_says_what_to_change() -> None:
     assert torch.equal(tensor, torch.ones(support.FEATURES))
     profile_step(TrainingStep(model, batch, BATCH, loss), real=True)
     assert torch.equal(tensor, torch.ones(support.FEATURES))
-
-
-def test_a_first_step_that_is_stopped_binds_once(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_planner, "nothing_compiled", lambda: True)  # which other tests of this process may have
-    model, count, said = nn.Linear(16, 16), torch.zeros(()), list[str]()
-
-    def loss(batch: Tensor) -> Tensor:
-        count.data = count.data + 1
-        for _ in range(100):
-            batch = model(batch).tanh()
-        return batch.mean()
-
-    step = BudgetedStep(model, [torch.optim.SGD(model.parameters(), 0.1)], 500_000, HostMemory("cpu"), say=said.append)
-    step.run(loss, torch.ones(64, 16))
-    assert any("was stopped" in line for line in said)
-    assert count == 1
-    step.remove()
 
 
 def test_only_what_was_there_before_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

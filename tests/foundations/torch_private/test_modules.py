@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizer_hooks
 
 from retime.foundations.torch_private import PrivateNameError, distributed, engine, nn_and_optim
-from support.private_canaries import canary, dies
+from support.private_canaries import Operations, canary, dies
 
 
 @canary("BatchNormBase", breaks="the memory budget's care for BatchNorm")
@@ -309,18 +309,10 @@ def test_memory_budget_meets_collectives(wrap):
     wrapped = wrap()
     from torch.distributed._functional_collectives import all_reduce
 
-    seen = []
-
-    class Watch(engine.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.namespace)
-            return func(*args, **(kwargs or {}))
-
     for collective in (dist.all_reduce, lambda x: all_reduce(x, "sum", wrapped.process_group).wait()):
-        seen.clear()
-        with Watch():
+        with Operations() as mode:
             collective(torch.ones(1))
-        assert set(seen) & set(distributed.COLLECTIVE_NAMESPACES)
+        assert {func.namespace for func in mode.seen} & set(distributed.COLLECTIVE_NAMESPACES)
 
 
 def test_an_attribute_that_is_gone_is_named_with_its_feature(wrap):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.torch_private import engine, tensors
-from support.private_canaries import canary, dies
+from support.private_canaries import Operations, canary, dies
 
 
 @canary("version_of", breaks="seeing writes into tensors (fusion's guards, offloading)")
@@ -195,16 +195,6 @@ def test_offloading_gives_locked_memory_back():
         del pinned
         tensors.empty_host_cache()
         assert torch.cuda.memory.host_memory_stats()["allocated_bytes.current"] < 1 << 24
-
-
-class Operations(engine.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 @canary("TorchDispatchMode", "OpOverload", breaks="the memory budget's dry run and probe")

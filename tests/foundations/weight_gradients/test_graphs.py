@@ -31,8 +31,7 @@ def in_place(layer: nn.Module, x: Tensor) -> Tensor:
 )
 def test_memory_that_outputs_share_is_changed_in_place(use: Any) -> None:
     plain, model, deferral = pair(lambda: Around(Own(use), in_place))
-    for _ in range(3):
-        assert_same(model, plain, deferral)
+    assert_same(model, plain, deferral, steps=3)
     assert deferral.split.passes.deferred_gradients == 2
 
 
@@ -102,8 +101,7 @@ def test_a_branch_without_gradient_stays_without() -> None:
             return gradient
 
     plain, model, deferral = pair(Ignores)
-    for _ in range(3):
-        assert_same(model, plain, deferral)
+    assert_same(model, plain, deferral, steps=3)
     assert not fired
     assert deferral.split.passes.deferred_gradients
 
@@ -124,16 +122,14 @@ def test_a_loss_that_a_layer_keeps_counts() -> None:
         return Around(layer, lambda layer, x: layer(x) + layer.kept)
 
     plain, model, deferral = pair(make)
-    for _ in range(3):
-        assert_same(model, plain, deferral)
+    assert_same(model, plain, deferral, steps=3)
     assert deferral.split.layers_in_order == {USED_ELSEWHERE: 1}
 
 
 @pytest.mark.parametrize("layer", [lambda: nn.Linear(WIDTH, WIDTH), lambda: nn.LayerNorm(WIDTH)], ids=["cut", "held"])
 def test_a_weight_that_other_code_begins_to_read_is_refused_before_any_gradient(layer: Any) -> None:
     plain, model, deferral = pair(lambda: Around(layer(), lambda layer, x: layer(x)))
-    for _ in range(2):
-        assert_same(model, plain, deferral)
+    assert_same(model, plain, deferral, steps=2)
     for one in (plain, model):
         one.use = lambda layer, x: layer(x) * layer.weight.mean()
     with pytest.raises(RuntimeError, match=r"'layer' get gradients from outside.*No gradient has been set.*use k=0"):

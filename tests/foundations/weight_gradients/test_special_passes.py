@@ -26,8 +26,7 @@ def test_a_checkpointed_layer_runs_again_inside_the_backward_pass(reentrant: boo
         return checkpoint(layer, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
 
     plain, model, deferral = pair(lambda: Around(nn.Linear(WIDTH, WIDTH), use))
-    for _ in range(3):
-        assert_same(model, plain, deferral)
+    assert_same(model, plain, deferral, steps=3)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1]])
@@ -65,8 +64,7 @@ def test_an_input_that_is_read_twice_adds_up_in_one_place() -> None:
         return x + 2 * x + x @ weight
 
     plain, model, deferral = pair(lambda: Around(Own(use), lambda layer, x: layer(x * 1.1) * 1.3))
-    for _ in range(3):
-        assert_same(model, plain, deferral)
+    assert_same(model, plain, deferral, steps=3)
     assert USED_TWICE in reasons(deferral)
 
 
@@ -75,8 +73,7 @@ def test_of_several_outputs_some_get_no_gradient() -> None:
         return x @ weight, x @ weight.t()
 
     plain, model, deferral = pair(lambda: Around(Own(use), lambda layer, x: layer(x)[1]))
-    for _ in range(3):
-        assert_same(model, plain, deferral)
+    assert_same(model, plain, deferral, steps=3)
     assert SEVERAL_OUTPUTS in reasons(deferral)
 
 

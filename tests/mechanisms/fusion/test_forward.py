@@ -17,7 +17,7 @@ from retime.mechanisms.fusion.forward import ForwardFusion
 from support.fusion import adamw, batches, both, network
 
 
-def stepped(mode: str | None, model: nn.Module | None = None) -> tuple[nn.Module, Optimizer, ForwardFusion | None]:
+def stepped(mode: str | None, model: nn.Module | None = None) -> tuple[nn.Module, Optimizer, Any]:
     """A model right after ``optimizer.step()``."""
     model = model or network()
     optimizer = adamw(model.parameters())
@@ -30,7 +30,6 @@ def stepped(mode: str | None, model: nn.Module | None = None) -> tuple[nn.Module
 
 def test_step_defers_and_the_forward_pass_updates_layer_by_layer() -> None:
     model, optimizer, fusion = stepped("forward")
-    assert fusion is not None
     parameters = list(model.parameters())
     assert all(map(is_pending, parameters))
     optimizer.zero_grad()
@@ -95,7 +94,6 @@ def test_saving_reads_and_copies_are_plain_parameters() -> None:
     assert {type(p) for p in loaded} == {nn.Parameter}
     model, _optimizer, fusion = stepped("forward")
     assert {type(p) for p in copy.deepcopy(list(model.parameters()))} == {nn.Parameter}
-    assert fusion is not None
     fusion.remove()
 
 
@@ -103,7 +101,6 @@ def test_optimizer_state_dict_is_up_to_date() -> None:
     (_, plain, _), (_, ours, fusion) = stepped(None), stepped("forward")
     for index, state in plain.state_dict()["state"].items():
         assert torch.equal(state["exp_avg"], ours.state_dict()["state"][index]["exp_avg"])
-    assert fusion is not None
     fusion.remove()
 
 
@@ -111,7 +108,6 @@ def test_loading_weights_wins_over_pending_updates() -> None:
     saved = network().state_dict()
     model, _optimizer, fusion = stepped("forward")
     model.load_state_dict(saved)
-    assert fusion is not None
     fusion.flush()
     assert all(torch.equal(saved[k], v) for k, v in model.state_dict().items())
     fusion.remove()
@@ -245,7 +241,6 @@ def test_no_parameter_waits_once_something_was_compiled() -> None:
     compiled = torch.compile(inner, backend="eager")
     with pytest.warns(NoEffectWarning, match="inside compiled or scripted modules"):
         model, _, fusion = stepped("forward", model=nn.Sequential(compiled, nn.Linear(16, 16)))
-    assert fusion is not None
     assert not any(is_pending(p) for p in model.parameters())
     assert fusion.report().plain_steps
     fusion.remove()
@@ -257,7 +252,6 @@ def test_no_parameter_waits_once_something_was_compiled() -> None:
 def test_scripted_modules_are_updated_in_step() -> None:
     scripted = torch.jit.script(nn.Linear(16, 16))
     _, _, fusion = stepped("forward", model=nn.Sequential(scripted, nn.Linear(16, 16)))
-    assert fusion is not None
     assert fusion.report().late_updates == 2
     fusion.remove()
 
@@ -324,7 +318,6 @@ def test_parameters_of_another_model_do_not_wait() -> None:
 def test_a_model_with_hooks_of_ours_can_be_pickled() -> None:
     model, _, fusion = stepped("forward", model=Foreign())
     torch.save(model, io.BytesIO())
-    assert fusion is not None
     fusion.remove()
 
 
@@ -342,11 +335,16 @@ def _compiled_layer(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: model(x).square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("compile_late", [_compiled_function, _compiled_model, _compiled_layer])
+@pytest.mark.parametrize(
+    ("compile_late", "forgets"),
+    [(_compiled_function, False), (_compiled_model, False), (_compiled_layer, False), (_compiled_function, True)],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch")
-def test_compiling_after_fusing(compile_late: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
-    def loop(mode: str | None) -> Any:
+def test_compiling_after_fusing(compile_late: Callable[[nn.Module], Callable[[Tensor], Tensor]], forgets: bool) -> None:
+    """Also where dynamo was reset, which forgets whom to tell of compilations."""
+
+    def loop(mode: str | None) -> list[Tensor]:
         torch._dynamo.reset()
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -356,7 +354,9 @@ def test_compiling_after_fusing(compile_late: Callable[[nn.Module], Callable[[Te
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for i, x in enumerate(batches(5)):
-                if i == 1:
+                if forgets and i == 1:
+                    torch._dynamo.reset()
+                if i == 1 + forgets:
                     run = compile_late(model)
                 loss = run(x)
                 losses.append(loss.detach())
@@ -364,41 +364,11 @@ def test_compiling_after_fusing(compile_late: Callable[[nn.Module], Callable[[Te
                 optimizer.step()
                 optimizer.zero_grad()
         if fusion:
-            assert any(issubclass(warning.category, NoEffectWarning) for warning in told)
-            fusion.remove()
-        return losses
-
-    plain, ours = loop(None), loop("forward")
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-    torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.filterwarnings("ignore::FutureWarning:torch")
-def test_compiling_after_dynamo_was_reset() -> None:
-    def loop(mode: str | None) -> list[Tensor]:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
-        losses = []
-        run: Callable[[Tensor], Tensor] = lambda x: model(x).square().mean()  # noqa: E731
-        for i, x in enumerate(batches(5)):
-            if i == 1:
-                torch._dynamo.reset()  # forgets whom to tell of compilations
-            if i == 2:
-                run = torch.compile(lambda x: model(x).square().mean(), backend="aot_eager")
-            loss = run(x)
-            losses.append(loss.detach())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if fusion:
+            assert forgets or any(issubclass(warning.category, NoEffectWarning) for warning in told)
             torch._dynamo.reset()
             fusion.remove()
         return losses
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoEffectWarning)
-        plain, ours = loop(None), loop("forward")
+    plain, ours = loop(None), loop("forward")
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
     torch._dynamo.reset()

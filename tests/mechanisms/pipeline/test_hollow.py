@@ -44,6 +44,12 @@ def linear():
     return nn.Linear(3, 3)
 
 
+def tied():
+    model = made(linear, linear)
+    model[1].weight = model[0].weight
+    return model
+
+
 def hollow_of(model, seed=0):
     return DeferredInitModel(model, CPU, seed)
 
@@ -124,10 +130,8 @@ def test_modules_say_how_they_begin():
 
 
 def test_frozen_and_tied_parameters_stay_so():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        model[1].weight = model[0].weight
-        model[0].bias.requires_grad_(False)
+    model = tied()
+    model[0].bias.requires_grad_(False)
     hollow = hollow_of(model)
     assert model[1].weight is model[0].weight
     assert not model[0].bias.requires_grad
@@ -139,9 +143,7 @@ def test_frozen_and_tied_parameters_stay_so():
 
 
 def test_a_weight_of_two_layers_is_refused():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        model[1].weight = model[0].weight
+    model = tied()
     with pytest.raises(PipelineError, match="'1' has a weight of '0', and both are on the meta device"):
         hollow_of(model).fill_outside(list(model))
 
@@ -153,9 +155,8 @@ def test_nobody_says_how_it_begins():
 
 
 def test_buffers_without_values_are_refused():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3))
-        model.register_buffer("table", torch.ones(3))
+    model = made(linear)
+    model.register_buffer("table", torch.ones(3, device="meta"))
     with pytest.raises(PipelineError, match=r"buffers of '' \('table'\) are on the meta device"):
         hollow_of(model)
 
@@ -163,17 +164,13 @@ def test_buffers_without_values_are_refused():
 def test_values_of_a_checkpoint():
     values = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     values[1].weight = values[0].weight
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        model[1].weight = model[0].weight
-        model[1].bias.requires_grad_(False)
+    model = tied()
+    model[1].bias.requires_grad_(False)
     load_into_meta(model, values.state_dict(), strict=True)
     assert not is_on_meta(model)
     assert model[1].weight is model[0].weight
     assert torch.equal(model[0].weight, values[0].weight)
     assert not model[1].bias.requires_grad
     assert model[0].weight.requires_grad
-    with torch.device("meta"):
-        other = nn.Sequential(nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="Unexpected key"):
-        load_into_meta(other, values.state_dict(), strict=True)
+        load_into_meta(made(linear), values.state_dict(), strict=True)

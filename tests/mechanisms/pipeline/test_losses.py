@@ -173,15 +173,12 @@ def written(p: Part) -> Tensor:
     return (p.error * counts).mean()
 
 
-LABELS = "mean over count(batch['labels'] != -100)"
+LABELS, OF_CLASSES = "mean over count(batch['labels'] != -100)", "mean over count(batch['classes'] != -100)"
 NEXT = "mean over count(batch['labels'][:, 1:] != -100)"
 MEAN, SUM = "mean over samples", "sum over samples"
 KNOWN: dict[str, tuple[Step, list[str]]] = {
-    "classes": (lambda p: F.cross_entropy(p.scores, p.classes), ["mean over count(batch['classes'] != -100)"]),
-    "smoothed": (
-        lambda p: F.cross_entropy(p.scores, p.classes, label_smoothing=0.1),
-        ["mean over count(batch['classes'] != -100)"],
-    ),
+    "classes": (lambda p: F.cross_entropy(p.scores, p.classes), [OF_CLASSES]),
+    "smoothed": (lambda p: F.cross_entropy(p.scores, p.classes, label_smoothing=0.1), [OF_CLASSES]),
     "columns": (
         lambda p: F.cross_entropy(p.scores, p.several[:, 1]),
         ["mean over count(batch['several'][:, 1] != -100)"],
@@ -223,10 +220,7 @@ KNOWN: dict[str, tuple[Step, list[str]]] = {
         ["mean over max(sum(batch['mask']), 1)"],
     ),
     "focal": (focal, [MEAN]),
-    "several": (
-        lambda p: 2 * p.error.mean() - 0.1 * F.cross_entropy(p.scores, p.classes),
-        [MEAN, "mean over count(batch['classes'] != -100)"],
-    ),
+    "several": (lambda p: 2 * p.error.mean() - 0.1 * F.cross_entropy(p.scores, p.classes), [MEAN, OF_CLASSES]),
     "stacked": (lambda p: torch.stack([p.error.mean()] * 2).mean(), [MEAN]),
     "in place": (added_in_place, [MEAN]),
     "penalty": (with_penalty, [MEAN]),
@@ -274,7 +268,7 @@ def divided_by(error: Tensor, mean: Tensor) -> Tensor:
 
 
 INFLUENCE = "samples of a batch influence one another"
-BY_BATCH = "`div` (test_losses.py:"
+BY_BATCH, IN_MEAN, IN_SUM = "`div` (test_losses.py:", "in `mean` (test_losses.py", "in `sum` (test_losses.py"
 READ = "depends on values of the batch that are read"
 UNKNOWN: dict[str, tuple[Step, str]] = {
     "clamped count": (lambda p: p.error.sum() / (p.mask > 0).sum().clamp(min=1), BY_BATCH),
@@ -314,24 +308,18 @@ UNKNOWN: dict[str, tuple[Step, str]] = {
         lambda p: F.binary_cross_entropy_with_logits(
             p.scores, p.mask, pos_weight=(p.mask == 0).sum() / (p.mask == 1).sum()
         ),
-        "in `sum` (test_losses.py",
+        IN_SUM,
     ),
     "weights of mean 1": (
         lambda p: F.binary_cross_entropy_with_logits(p.scores, p.mask, p.mask / p.mask.mean()),
-        "in `mean` (test_losses.py",
+        IN_MEAN,
     ),
-    "weighted by a mean": (lambda p: (p.error * p.mask / p.mask.mean()).mean(), "in `mean` (test_losses.py"),
+    "weighted by a mean": (lambda p: (p.error * p.mask / p.mask.mean()).mean(), IN_MEAN),
     "weighted by the largest": (lambda p: (p.error * p.mask / p.mask.max()).mean(), "in `max` (test_losses.py"),
-    "by a share": (
-        lambda p: (p.error / (p.mask > 0).float().mean().clamp(min=0.1)).mean(),
-        "in `mean` (test_losses.py",
-    ),
-    "added inside": (lambda p: (p.error + (p.scores * p.mask).sum() / p.mask.sum()).mean(), "in `sum` (test_losses.py"),
+    "by a share": (lambda p: (p.error / (p.mask > 0).float().mean().clamp(min=0.1)).mean(), IN_MEAN),
+    "added inside": (lambda p: (p.error + (p.scores * p.mask).sum() / p.mask.sum()).mean(), IN_SUM),
     "by itself": (lambda p: divided_by(p.error, p.error.detach().mean()), INFLUENCE),
-    "advantages": (
-        lambda p: p.error.mean() + (p.scores * (p.wanted - p.wanted.mean())).mean(),
-        "in `mean` (test_losses.py",
-    ),
+    "advantages": (lambda p: p.error.mean() + (p.scores * (p.wanted - p.wanted.mean())).mean(), IN_MEAN),
     "normalised": (lambda p: (p.error * (p.wanted - p.wanted.mean(0)) / p.wanted.std(0)).mean(), INFLUENCE),
     "read inside": (lambda p: (p.error * p.mask / float(p.mask.mean())).mean(), READ),
     "softmax of samples": (lambda p: (p.error.mean(1) * p.wanted.mean(1).softmax(0)).sum(), "in `_softmax`"),

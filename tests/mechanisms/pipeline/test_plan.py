@@ -175,8 +175,11 @@ def test_a_split_by_names_is_kept():
 def test_few_layers_leave_cuts_out():
     costs = Costs((1.0,) * 5, (1,) * 5, 0.0)
     assert Planner("ooo", 4, costs).plan(4).name in ("ooo1", "ooo2")
-    with pytest.raises(PipelineError, match="'ooo_v' has two stages a rank, and 5 layers are too few for 4 ranks"):
-        Planner("ooo_v", 4, costs)
+    for name in ("ooo_v", "InterleavedZeroBubble"):
+        with pytest.raises(
+            PipelineError, match=f"'{name}' has two stages a rank, and 5 layers are too few for 4 ranks"
+        ):
+            Planner(name, 4, costs)
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "ooo_v", "InterleavedZeroBubble", "ZBVZeroBubble", "interleaved"])
@@ -184,8 +187,3 @@ def test_one_rank_has_one_stage(schedule):
     plan = Planner(schedule, 1, Costs((1.0,) * 3, (1,) * 3, 0.0)).plan(2)
     assert (plan.name, plan.stages) == (schedule, 1)
     assert sorted(micro_batch for kind, _, micro_batch in plan.orders[0] if kind == "F") == [0, 1]
-
-
-def test_schedules_of_two_stages_a_rank_need_the_layers():
-    with pytest.raises(PipelineError, match="two stages a rank, and 3 layers are too few for 2 ranks"):
-        Planner("InterleavedZeroBubble", 2, Costs((1.0,) * 3, (1,) * 3, 0.0))

@@ -122,7 +122,7 @@ def test_nothing_is_read_back(solver: str) -> None:
     assert not reads & set(ops.counts)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", [*SOLVERS, "triton", "triton:8"])
 def test_names_pickle_and_copy(solver: str) -> None:
     parsed = parse_solver(solver)
     for other in (pickle.loads(pickle.dumps(parsed)), copy.deepcopy(parsed), parse_solver(repr(parsed))):

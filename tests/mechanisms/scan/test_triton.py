@@ -1,9 +1,7 @@
 """Who may run the Triton kernels, and when "auto" does. Runs the kernels' own tests in Triton's interpreter."""
 
-import copy
 import itertools
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -81,11 +79,7 @@ def test_importing_and_training_need_no_triton() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
 
-@pytest.mark.parametrize("name", ["triton", "triton:8"])
-def test_names(name: str) -> None:
-    parsed = parse_solver(name)
-    for other in (pickle.loads(pickle.dumps(parsed)), copy.deepcopy(parsed), parse_solver(repr(parsed))):
-        assert repr(other) == repr(parsed)
+def test_a_chunk_of_no_step_is_refused() -> None:
     with pytest.raises(ValueError, match=r"length=0\): give a whole number of 1 or more"):
         parse_solver("triton:0")
 

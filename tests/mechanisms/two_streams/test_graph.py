@@ -152,10 +152,6 @@ def test_weight_gradients_run_on_the_sub_stream_of_a_replay() -> None:
     assert "graph: 8 replays of 1 parts" in str(report)
 
 
-def test_gradients_of_several_batches_add_up() -> None:
-    assert check(lambda: Loop(make(Mlp), accumulate=3)).replays == STEPS - NO_GRAPH
-
-
 # Calls that differ from the capture.
 
 
@@ -232,16 +228,13 @@ def _settings_put_back() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def test_evaluation_runs_as_it_is() -> None:
-    def evaluate(model: Any, step: int) -> None:
-        with torch.no_grad():
-            model.eval()(torch.ones(3, 6))
-            model.train()
-
-    assert check(lambda: Loop(make(Mlp), between=evaluate)).replays == STEPS - NO_GRAPH
+# Passes that differ from the capture's.
 
 
-# Backward passes that differ from the capture's.
+def evaluate(model: Any, step: int) -> None:
+    with torch.no_grad():
+        model.eval()(torch.ones(3, 6))
+        model.train()
 
 
 def changing_loss() -> Loss:
@@ -254,17 +247,19 @@ def changing_loss() -> Loss:
     return loss
 
 
-def test_gradients_in_another_form_take_the_captured_nodes() -> None:
-    """An expanded gradient, of a mean, has other strides, for which kernels may round otherwise."""
-    assert check(lambda: Loop(make(ConvNet), loss=changing_loss())).replays == STEPS - NO_GRAPH
+REPLAYED: dict[str, Callable[[], Loop]] = {
+    "gradients of several batches add up": lambda: Loop(make(Mlp), accumulate=3),
+    "evaluation runs as it is": lambda: Loop(make(Mlp), between=evaluate),
+    # An expanded gradient, of a mean, has other strides, for which kernels may round otherwise.
+    "gradients in another form take the captured nodes": lambda: Loop(make(ConvNet), loss=changing_loss()),
+    "an expanded gradient is captured as it is": lambda: Loop(make(ConvNet), loss=torch.mean),
+    "a graph that is kept has a second backward pass": lambda: Loop(make(Mlp), retain=True),
+}
 
 
-def test_an_expanded_gradient_is_captured_as_it_is() -> None:
-    assert check(lambda: Loop(make(ConvNet), loss=torch.mean)).replays == STEPS - NO_GRAPH
-
-
-def test_a_graph_that_is_kept_has_a_second_backward_pass() -> None:
-    assert check(lambda: Loop(make(Mlp), retain=True)).replays == STEPS - NO_GRAPH
+@pytest.mark.parametrize("name", REPLAYED)
+def test_passes_that_are_replayed(name: str) -> None:
+    assert check(REPLAYED[name]).replays == STEPS - NO_GRAPH
 
 
 class Heads(Mlp):

@@ -31,6 +31,11 @@ def inputs(count: int) -> list[Tensor]:
     return [torch.randn(3, 4, generator=generator) for _ in range(count)]
 
 
+def attached(threads: tuple[int, int] = (1, 1)) -> tuple[nn.Module, torch.optim.Optimizer, TwoStreamBackward]:
+    model = network()
+    return model, torch.optim.SGD(model.parameters(), 0.1), TwoStreamBackward(model, threads=threads)
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.zero_grad()
     model(x).square().mean().backward()
@@ -107,9 +112,7 @@ def assert_trained(model: nn.Module, expected: list[Tensor]) -> None:
 
 
 def test_the_thread_has_its_number_of_kernel_threads_and_the_main_one_keeps_its_own() -> None:
-    model = network()
-    two_streams = TwoStreamBackward(model, threads=(2, 3))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, two_streams = attached(threads=(2, 3))
     for x in inputs(2):
         step(model, optimizer, x)
     sub = two_streams._sub
@@ -131,9 +134,7 @@ def test_what_the_thread_raises_comes_through_backward_with_the_layers_name(
     def fail() -> None:
         raise ArithmeticError("on the second thread")
 
-    model = network()
-    two_streams = TwoStreamBackward(model, threads=(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, two_streams = attached()
     failed = []
     for index, x in enumerate(inputs(5)):
         if index == 2:
@@ -152,9 +153,7 @@ def test_what_the_thread_raises_comes_through_backward_with_the_layers_name(
 @pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_while_the_main_thread_waits(shared_out: Callable[[Callable[[], None]], None]) -> None:
     main = threading.get_ident()
-    model = network()
-    two_streams = TwoStreamBackward(model, threads=(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, two_streams = attached()
     stopped = []
     for index, x in enumerate(inputs(5)):
         if index == 2:
@@ -171,9 +170,7 @@ def test_an_interrupt_while_the_main_thread_waits(shared_out: Callable[[Callable
 
 @pytest.mark.parametrize(("failing", "beside"), [(0, 14), (2, 12)])  # in step 0 two layers have their first gradient
 def test_a_good_step_behind_a_failed_backward_pass(failing: int, beside: int) -> None:
-    model = network()
-    two_streams = TwoStreamBackward(model, threads=(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, two_streams = attached()
     for index, x in enumerate(inputs(5)):
         optimizer.zero_grad()
         y = model[2:](FailsBackward.apply(model[:2](x)) if index == failing else model[:2](x))  # type: ignore[index]
@@ -192,9 +189,7 @@ def test_a_good_step_behind_a_failed_backward_pass(failing: int, beside: int) ->
 
 
 def test_removed_between_a_failed_pass_and_the_next() -> None:
-    model = network()
-    two_streams = TwoStreamBackward(model, threads=(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, two_streams = attached()
     for x in inputs(2):
         step(model, optimizer, x)
     with pytest.raises(ArithmeticError):
@@ -204,9 +199,7 @@ def test_removed_between_a_failed_pass_and_the_next() -> None:
 
 
 def test_a_forked_process_trains_on_by_itself() -> None:
-    model = network()
-    two_streams = TwoStreamBackward(model, threads=(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, two_streams = attached()
     data = inputs(5)
     for x in data[:3]:
         step(model, optimizer, x)
@@ -232,9 +225,7 @@ def test_a_forked_process_trains_on_by_itself() -> None:
 
 
 def test_the_thread_ends_with_its_owner() -> None:
-    model = network()
-    two_streams = TwoStreamBackward(model, threads=(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, two_streams = attached()
     for x in inputs(3):
         step(model, optimizer, x)
     (thread,) = sub_threads()

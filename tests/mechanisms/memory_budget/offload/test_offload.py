@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,17 +124,14 @@ def test_views_of_a_storage_move_once_and_come_back_as_one_storage(host: HostMem
 def test_lazy_flags_survive(host: HostMemory, make: Callable[[Tensor], Tensor]) -> None:
     values = torch.randn(5, dtype=torch.complex64)
 
-    def gradient(context: OffloadSavedTensors | None) -> Tensor:
+    def gradient(context: AbstractContextManager[object]) -> Tensor:
         leaf = torch.ones(5, dtype=torch.complex64).requires_grad_()
-        if context is None:
+        with context:
             out = (leaf * make(values * 1)).abs().sum()
-        else:
-            with context:
-                out = (leaf * make(values * 1)).abs().sum()
         out.backward()
         return leaf.grad
 
-    assert torch.equal(gradient(None), gradient(offload_all(host)))
+    assert torch.equal(gradient(nullcontext()), gradient(offload_all(host)))
 
 
 def test_kept_and_odd_tensors_stay(host: HostMemory) -> None:
@@ -153,13 +150,10 @@ def test_kept_and_odd_tensors_stay(host: HostMemory) -> None:
 
 
 def test_an_edit_in_place_raises_as_autograd_does(host: HostMemory) -> None:
-    def edited(context: OffloadSavedTensors | None) -> str:
+    def edited(context: AbstractContextManager[object]) -> str:
         leaf = torch.randn(3, requires_grad=True)
-        if context is None:
+        with context:
             middle = leaf.exp()
-        else:
-            with context:
-                middle = leaf.exp()
         loss = middle.sum()
         middle.detach().mul_(2)
         with pytest.raises(RuntimeError) as caught:
@@ -168,7 +162,7 @@ def test_an_edit_in_place_raises_as_autograd_does(host: HostMemory) -> None:
 
     start = "one of the variables needed for gradient computation has been modified by an inplace operation"
     kept = OffloadSavedTensors(OffloadPlan(1), host)
-    for message in (edited(None), edited(offload_all(host)), edited(kept)):
+    for message in map(edited, (nullcontext(), offload_all(host), kept)):
         assert message.startswith(start)
         assert "is at version 1; expected version 0" in message
 
@@ -224,41 +218,32 @@ def test_a_backward_pass_through_a_part_holds_nothing_that_was_fetched_ahead(hos
 
 
 def test_second_derivatives(host: HostMemory) -> None:
-    def second(context: OffloadSavedTensors | None) -> Tensor:
+    def second(context: AbstractContextManager[object]) -> Tensor:
         leaf = torch.tensor([0.3, 0.7], requires_grad=True)
-        if context is None:
+        with context:
             out = leaf.sin().exp().sum()
-        else:
-            with context:
-                out = leaf.sin().exp().sum()
         (slope,) = torch.autograd.grad(out, leaf, create_graph=True)
         return torch.autograd.grad(slope.sum(), leaf)[0]
 
-    assert torch.equal(second(None), second(offload_all(host)))
+    assert torch.equal(second(nullcontext()), second(offload_all(host)))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_segments(host: HostMemory, reentrant: bool) -> None:
-    def run(context: OffloadSavedTensors | None) -> list[Tensor]:
+    def run(context: AbstractContextManager[object]) -> list[Tensor]:
         torch.manual_seed(1)
         one, two = nn.Linear(6, 6), nn.Linear(6, 6)
         values = torch.randn(4, 6)
-
-        def forward() -> Tensor:
+        if isinstance(context, OffloadSavedTensors):
+            context.keep = [*one.parameters(), *two.parameters(), values]
+        with context:
             hidden = one(values).tanh()
             hidden = checkpoint(lambda t: two(t).tanh().exp(), hidden, use_reentrant=reentrant)
-            return hidden.square().sum()
-
-        if context is None:
-            loss = forward()
-        else:
-            context.keep = [*one.parameters(), *two.parameters(), values]
-            with context:
-                loss = forward()
+            loss = hidden.square().sum()
         loss.backward()
         return [parameter.grad for parameter in (*one.parameters(), *two.parameters())]
 
-    assert all(torch.equal(a, b) for a, b in zip(run(None), run(offload_all(host)), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run(nullcontext()), run(offload_all(host)), strict=True))
     assert host.live_bytes() == 0
 
 
@@ -530,21 +515,14 @@ def test_a_failed_read_says_that_gradients_are_incomplete(tmp_path: Path, monkey
 def test_half_precision_integers_and_doubles(host: HostMemory) -> None:
     index = torch.tensor([2, 0, 1])
 
-    def run(context: OffloadSavedTensors | None) -> Tensor:
+    def run(context: AbstractContextManager[object]) -> Tensor:
         leaf = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-        def forward() -> Tensor:
+        with context:
             half = leaf.to(torch.bfloat16).exp()
-            return half.double().square().gather(0, (index * 1)[:, None].expand(3, 4)).sum()
-
-        if context is None:
-            out = forward()
-        else:
-            with context:
-                out = forward()
+            out = half.double().square().gather(0, (index * 1)[:, None].expand(3, 4)).sum()
         out.backward()
         return leaf.grad
 
     offload = offload_all(host)
-    assert torch.equal(run(None), run(offload))
+    assert torch.equal(run(nullcontext()), run(offload))
     assert offload.report().storages >= 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -122,15 +123,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def trained(model: nn.Module, values: Tensor, context: OffloadSavedTensors | None) -> list[Tensor]:
+def trained(model: nn.Module, values: Tensor, context: AbstractContextManager[object]) -> list[Tensor]:
     model.zero_grad()
+    if isinstance(context, OffloadSavedTensors):
+        context.keep = [*model.parameters(), values]
     for _ in range(2):
-        if context is None:
+        with context:
             loss = model(values).square().mean()
-        else:
-            context.keep = [*model.parameters(), values]
-            with context:
-                loss = model(values).square().mean()
         loss.backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
@@ -144,7 +143,7 @@ def test_offloading_changes_no_gradient(host: HostTier, name: str, in_flight_byt
     values = torch.randn(B, T, F, dtype=next(model.parameters()).dtype)
     model(values)
     offload = offload_all(host, in_flight_bytes, prefetch=2)
-    plain, ours = trained(copy.deepcopy(model), values, None), trained(model, values, offload)
+    plain, ours = trained(copy.deepcopy(model), values, nullcontext()), trained(model, values, offload)
     assert len(plain) == len(ours) > 0
     assert all(torch.equal(one, two) for one, two in zip(plain, ours, strict=True))
     assert host.live_bytes() == 0

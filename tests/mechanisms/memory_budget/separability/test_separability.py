@@ -91,15 +91,6 @@ def test_a_batch_without_what_was_counted_has_no_weights() -> None:
     assert "the loss is a mean over samples now, and was a mean over count(batch['flags'] == 1)" in among.reason
 
 
-def test_a_part_with_nothing_to_learn_from_has_no_weight() -> None:
-    case = language()
-    case.batch["labels"][4:8] = -100
-
-    certificate = certify(case.step, case.batch, case.model)
-
-    assert loss_weights(certificate, split_batch(case.batch, 4))[1] == 0
-
-
 def test_raggedness_is_looked_for_in_the_whole_batch() -> None:
     case = language(ragged=False)
     case.batch["labels"][-1, 2:] = -100  # the first samples are whole

@@ -22,7 +22,6 @@ from support.memory_steps import (
     classifier,
     contrastive,
     convolutional,
-    images,
     language,
 )
 
@@ -291,7 +290,3 @@ def test_outputs_of_different_structure_are_refused() -> None:
     assert combined([{"a": None, "m": {1: 2}}] * 2, [1, 1], lambda _: [0.5, 0.5]) == {"a": None, "m": {1: 2.0}}
     odd = combined([torch.ones(3), torch.ones(2)], [4, 4], lambda _: [0.5, 0.5])
     assert [len(value) for value in odd] == [3, 2]
-
-
-def test_images_is_a_batch_that_can_be_cut() -> None:
-    assert len(SubBatches(nn.Identity(), lambda batch: batch, images(), 4, MEAN)) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,45 +28,34 @@ def test_sizes_are_texts_too(tmp_path: Path) -> None:
         assert OffloadSavedTensors(OffloadPlan(1), host, in_flight_bytes="1MiB").in_flight_bytes == 2**20
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "says"),
-    [
-        ({"gradients": "keep"}, ValueError, r"gradients='keep'\): give 'freed' or 'freed after forward' or"),
-        ({"buckets": "apart"}, ValueError, r"buckets='apart'\): give '' or 'beside' or 'gradients'"),
-        ({"host": "disk:folder"}, TypeError, r"host='disk:folder' is no host tier: give parse_host\('disk:folder'"),
-        ({"host": None}, TypeError, "host=None is no host tier: give what parse_host"),
-        ({"budget_bytes": 0}, ValueError, "budget_bytes=0 must be above 0"),
-        ({"budget_bytes": "90%"}, ValueError, "budget_bytes='90%' cannot be read"),
-        ({"budget_bytes": 1.5}, TypeError, r"budget_bytes=1.5\): give a whole number or a text"),
-        ({"reduction_bytes": -1}, ValueError, "reduction_bytes=-1 must be 0 or more"),
-    ],
-)
-def test_what_cannot_be_meant_is_named(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        step(**wrong)
+def training_step(**more: Any) -> TrainingStep:
+    return TrainingStep(nn.Linear(2, 2), torch.ones(2, 2), 2, loss=torch.sum, **more)
+
+
+def offloading(**more: Any) -> OffloadSavedTensors:
+    return OffloadSavedTensors(OffloadPlan(1), **{"host": HostMemory("cpu"), **more})
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "says"),
+    ("make", "wrong", "error", "says"),
     [
-        ({"gradients": "keep"}, ValueError, "gradients='keep' is none of"),
-        ({"reduction_bytes": "much"}, ValueError, "reduction_bytes='much' cannot be read"),
+        (step, {"gradients": "keep"}, ValueError, r"gradients='keep'\): give 'freed' or 'freed after forward' or"),
+        (step, {"buckets": "apart"}, ValueError, r"buckets='apart'\): give '' or 'beside' or 'gradients'"),
+        (step, {"host": "disk:folder"}, TypeError, r"='disk:folder' is no host tier: give parse_host\('disk:folder'"),
+        (step, {"host": None}, TypeError, "host=None is no host tier: give what parse_host"),
+        (step, {"budget_bytes": 0}, ValueError, "budget_bytes=0 must be above 0"),
+        (step, {"budget_bytes": "90%"}, ValueError, "budget_bytes='90%' cannot be read"),
+        (step, {"budget_bytes": 1.5}, TypeError, r"budget_bytes=1.5\): give a whole number or a text"),
+        (step, {"reduction_bytes": -1}, ValueError, "reduction_bytes=-1 must be 0 or more"),
+        (training_step, {"gradients": "keep"}, ValueError, "gradients='keep' is none of"),
+        (training_step, {"reduction_bytes": "much"}, ValueError, "reduction_bytes='much' cannot be read"),
+        (offloading, {"host": "memory"}, TypeError, r"give parse_host\('memory', device\)"),
+        (offloading, {"in_flight_bytes": -1}, ValueError, "in_flight_bytes=-1 must be 0 or more"),
+        (offloading, {"in_flight_bytes": "x"}, ValueError, "in_flight_bytes='x' cannot be read"),
     ],
 )
-def test_steps_name_it_too(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_what_cannot_be_meant_is_named(
+    make: Callable[..., object], wrong: dict[str, Any], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
-        TrainingStep(nn.Linear(2, 2), torch.ones(2, 2), 2, loss=torch.sum, **wrong)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "says"),
-    [
-        ({"host": "memory"}, TypeError, r"give parse_host\('memory', device\)"),
-        ({"in_flight_bytes": -1}, ValueError, "in_flight_bytes=-1 must be 0 or more"),
-        ({"in_flight_bytes": "x"}, ValueError, "in_flight_bytes='x' cannot be read"),
-    ],
-)
-def test_offloading_names_it_too(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
-    given: dict[str, Any] = {"host": HostMemory("cpu"), **wrong}
-    with pytest.raises(error, match=says):
-        OffloadSavedTensors(OffloadPlan(1), **given)
+        make(**wrong)
