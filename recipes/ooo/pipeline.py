@@ -46,6 +46,9 @@ class PipelineTargets(CaseRecipe[PipelineSettings]):
     quantity = STEP
     on_cpu = "runs ranks that sleep"
 
+    def needs(self, settings: PipelineSettings) -> str:
+        return "root" if any(of_case(settings, name).rate for name in settings.cases) else super().needs(settings)
+
     def blocks(self, settings: PipelineSettings) -> int | None:
         cases = [of_case(settings, name) for name in settings.cases]
         return sum((case.rounds + case.warmup_rounds) * len(case.schedules) for case in cases)
