@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _list_all(start: Any) -> bool:
-    """Print what a sweep is going to run and what disturbs it. False if Hydra was asked for something else (--help)."""
+    """Print what a sweep is going to run and what disturbs it. False if Hydra was asked for something else (--info)."""
     console, disturbing = Console(), disturbances()
     table = Table("experiment", "points", "kept", "took when recorded", "needs", title=_ALL)
 
@@ -101,9 +101,10 @@ def _list_all(start: Any) -> bool:
         except Exception as error:  # its run is going to raise it
             table.add_row(config.name, escape(f"{type(error).__name__}: {error}"))
 
-    sys.argv.append("hydra/hydra_logging=none")  # which names the jobs when they run
+    quietly = "hydra/hydra_logging=none"  # Hydra names the jobs when they run
+    sys.argv.insert([argument.partition("=")[0] for argument in sys.argv].index("experiment"), quietly)
     start(add)()
-    sys.argv.pop()
+    sys.argv.remove(quietly)
     if not table.rows:
         return False
     console.print(table)
