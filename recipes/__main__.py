@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _list_all(start: Any) -> bool:
-    """Print what a sweep is going to run and what disturbs it. False if Hydra was asked for something else (--hydra-help)."""
+    """Print what a sweep will run and what disturbs it. False if Hydra was asked for something else (--hydra-help)."""
     console, disturbing = Console(), disturbances()
     table = Table("experiment", "points", "kept", "took when recorded", "needs", title=_ALL)
 
