@@ -8,11 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from retime.foundations.measure import speedup
 from retime.recipes.core.claims import show
 from retime.recipes.core.machine import changed
 from retime.recipes.core.recipe import Recipe, recipe_of
-from retime.recipes.core.results import FILE, Point, Result, heading, label_of, load, markdown_table, sizes
+from retime.recipes.core.results import FILE, Point, Result, heading, label_of, load, markdown_table, ratio, sizes
 from retime.recipes.page_figures import fill
 from retime.recipes.results_page import PAGE, PICTURE, judged_papers, name_of, page
 from retime.recipes.results_picture import draw
@@ -108,11 +107,8 @@ def _values(point: Point, recipe: Recipe[Any]) -> list[str]:
             rows = [row for row in point.rows if (row.variant, row.quantity) == (variant, quantity)]
             cells.append(show(rows[0].spread, unit) if rows else "")
         for reference in references.values():
-            if point.has(variant, recipe.quantity) and point.has(reference, recipe.quantity):
-                pair = (point.values(reference, recipe.quantity), point.values(variant, recipe.quantity))
-                cells.append(show(speedup(*pair), "x"))
-            else:
-                cells.append("")
+            faster = ratio(point, reference, variant, recipe.quantity)
+            cells.append("" if faster is None else show(faster, "x"))
         lines.append(cells)
     return markdown_table(["variant", *(quantity for quantity, _ in quantities), *references], lines)
 

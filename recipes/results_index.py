@@ -25,18 +25,10 @@ def index(results: Mapping[Path, Result], folder: Path) -> list[str]:
     rows = []
     for path, result in sorted(results.items()):
         page = path.with_suffix(".md").relative_to(folder).as_posix()
-        rows.append(
-            (
-                f"[{result.paper}, {result.where}]({page})",
-                result.title,
-                f"`{result.name}`",
-                machine(result) + (" (emulated)" if kind_of(result) == "emulated" else ""),
-                _days(result.points),
-                duration(sum(point.seconds for point in result.points)),
-                _tree(result.points),
-                verdicts_on_targets(result),
-            )
-        )
+        where = machine(result) + (" (emulated)" if kind_of(result) == "emulated" else "")
+        cells = [f"[{result.paper}, {result.where}]({page})", result.title, f"`{result.name}`", where]
+        cells += [_days(result.points), duration(sum(point.seconds for point in result.points)), _tree(result.points)]
+        rows.append([*cells, verdicts_on_targets(result)])
     return markdown_table(_HEADING, rows)
 
 

@@ -88,25 +88,15 @@ def page(results: Mapping[Path, Result], folder: Path, age: Age = age) -> str:
         return "\n".join(["# Results", "", *index(results, folder)]) + "\n"
     read = {name for one in papers for name in one.results}
     beyond = {path: result for path, result in results.items() if name_of(path, folder) not in read}
-    lines = [
-        *_head(papers, results.values()),
-        "## What holds and what does not",
-        "",
-        *_sentences(papers),
-        "",
-        f"![Speedups of the papers beside ours]({PICTURE})",
-        "",
-    ]
+    lines = [*_head(papers, results.values()), "## What holds and what does not", "", *_sentences(papers), ""]
+    lines += [f"![Speedups of the papers beside ours]({PICTURE})", ""]
     lines += ["## What we found in the papers", "", *_findings(papers), ""]
     for one in papers:
         lines += [f"## {one.paper.paper}", "", f"{one.paper.authors}: {one.paper.title}.", ""]
         lines += [*_table(one, folder, age), ""]
-    lines += [
-        "## Beyond the papers",
-        "",
-        "Results that no claim of a paper reads: targets of our own, and what they take.",
-    ]
-    lines += ["", *index(beyond, folder), "", "## All measurements", "", *index(results, folder)]
+    lines += ["## Beyond the papers", ""]
+    lines += ["Results that no claim of a paper reads: targets of our own, and what they take.", ""]
+    lines += [*index(beyond, folder), "", "## All measurements", "", *index(results, folder)]
     return "\n".join(lines) + "\n"
 
 
@@ -117,12 +107,10 @@ def name_of(path: Path, folder: Path) -> str:
 
 def _head(papers: Sequence[JudgedPaper], results: Collection[Result]) -> list[str]:
     heading = ["paper", "claims", *(verdict.value for verdict in Verdict)]
-    rows = []
-    for one in papers:
-        counts = counted(one.claims)
-        rows.append([f"[{one.paper.paper}](#{one.paper.paper})", str(sum(counts.values())), *map(str, counts.values())])
-    total = counted([claim for one in papers for claim in one.claims])
-    rows.append(["all", str(sum(total.values())), *map(str, total.values())])
+    judged = {f"[{one.paper.paper}](#{one.paper.paper})": one.claims for one in papers}
+    judged["all"] = [claim for one in papers for claim in one.claims]
+    counts = {name: counted(claims).values() for name, claims in judged.items()}
+    rows = [[name, *map(str, (sum(numbers), *numbers))] for name, numbers in counts.items()]
     dirty = sum(map(changed, results))
     tree = (
         f"**{dirty} of the {len(results)} results below come from working trees with changes: to be measured again.**"
@@ -178,18 +166,10 @@ def _table(one: JudgedPaper, folder: Path, age: Age) -> list[str]:
         name = anchor(one.paper, claim.published)
         mark = "" if name in seen else f'<a id="{name}"></a>'
         seen.add(name)
-        rows.append(
-            [
-                f"{mark}{one.paper.letter}{claim.published.number}, {claim.published.where}"
-                + (" (beside)" if claim.published.beside else ""),
-                says(claim.published),
-                here(claim),
-                f"**{claim.verdict.value}**",
-                because(claim),
-                how(one, claim),
-                evidence(one, claim, folder, age),
-            ]
-        )
+        number = f"{mark}{one.paper.letter}{claim.published.number}, {claim.published.where}"
+        beside = " (beside)" if claim.published.beside else ""
+        cells = [number + beside, says(claim.published), here(claim), f"**{claim.verdict.value}**", because(claim)]
+        rows.append([*cells, how(one, claim), evidence(one, claim, folder, age)])
     return markdown_table(heading, rows)
 
 
@@ -240,9 +220,8 @@ def _name(value: Value) -> str:
 def because(claim: Judged) -> str:
     """Why it does not hold or cannot be said, and what a reader has to know."""
     published = claim.published
-    return " ".join(
-        dict.fromkeys(text for text in (claim.why, published.instead, published.note, published.missing) if text)
-    )
+    texts = (claim.why, published.instead, published.note, published.missing)
+    return " ".join(dict.fromkeys(filter(None, texts)))
 
 
 def how(one: JudgedPaper, claim: Judged) -> str:

@@ -68,23 +68,16 @@ def _panel(axes: Any, name: str, lines: Sequence[tuple[str, Judged]]) -> None:
     axes.set_xscale("log")
     axes.axvspan(*NO_GAIN, color="#dddddd", zorder=0)
     for number, (_, claim) in enumerate(lines):
-        colour = _COLOURS[claim.kind]
-        for value in claim.values:
-            whisker = [[value.measured.median - value.measured.low], [value.measured.high - value.measured.median]]
-            axes.errorbar(
-                value.measured.median, number, xerr=whisker, fmt="o", color=colour, markersize=4, linewidth=1, capsize=2
-            )
+        style = {"fmt": "o", "color": _COLOURS[claim.kind], "markersize": 4, "linewidth": 1, "capsize": 2}
+        for ours in (value.measured for value in claim.values):
+            whisker = [[ours.median - ours.low], [ours.high - ours.median]]
+            axes.errorbar(ours.median, number, xerr=whisker, **style)
         axes.plot(
             claim.published.value, number, "o", markersize=7, markerfacecolor="none", markeredgecolor="black", zorder=3
         )
-        axes.annotate(
-            claim.verdict.value,
-            (1.005, number),
-            xycoords=("axes fraction", "data"),
-            fontsize=7,
-            va="center",
-            color=charts.GREY if claim.verdict is not Verdict.FAILS else "#B03A2E",
-        )
+        colour = charts.GREY if claim.verdict is not Verdict.FAILS else "#B03A2E"
+        beside = {"xycoords": ("axes fraction", "data"), "va": "center"}
+        axes.annotate(claim.verdict.value, (1.005, number), fontsize=7, color=colour, **beside)
     axes.set_yticks(range(len(lines)), [label for label, _ in lines], fontsize=7)
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.grid(alpha=0.25)

@@ -87,12 +87,9 @@ def stacked_bars(
         reach = max(*left, *(total.high for total in totals.values()))
         for label, end in zip(labels, left, strict=True):
             total = totals[label]
-            error = _whiskers([total])
+            error, edge = _whiskers([total]), max(end, total.high) + 0.015 * reach
             axes.errorbar(total.median, label, xerr=error, fmt="ko", markersize=3, capsize=3, linewidth=1)
-            edge = max(end, total.high)
-            axes.annotate(
-                f"{total.median:.4g}", (edge + 0.015 * reach, label), va="center", fontsize=9, annotation_clip=False
-            )
+            axes.annotate(f"{total.median:.4g}", (edge, label), va="center", fontsize=9, annotation_clip=False)
         axes.set_xlim(0, reach * 1.12)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)

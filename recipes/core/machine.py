@@ -1,4 +1,4 @@
-"""Where a number was measured, and how old it is.
+"""Where a number was measured, whether that machine was quiet, and how old the number is.
 
 Where: processor, accelerator, memory, software versions, commit. How old: whether that commit is part of the history,
 and how many commits since have changed the code that ran.
@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,8 @@ CHANGED = "+changes"
 """What a commit ends in if the working tree had changes that were not committed, of recorded results apart."""
 CURRENT, LOST, UNKNOWN = "current", "commit not in the history", "age unknown"
 """Ages."""
+QUIET_LOAD, QUIET_PERCENT = 0.5, 20
+"""A quiet machine's load average, and what another process may take of a core there."""
 
 
 def provenance() -> Provenance:
@@ -73,6 +76,22 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def load() -> float:
+    """The load average over a minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def disturbances(seconds: float = 0.5) -> list[str]:
+    """What would disturb a measurement: a high load, and the three processes that take most of a core, if any does."""
+    found = [f"load {load():g} over a minute"] if load() > QUIET_LOAD else []
+    list(psutil.process_iter(["cpu_percent"]))  # shares are of the time since this call; None where access is denied
+    time.sleep(seconds)
+    others = [each for each in psutil.process_iter(["name", "cpu_percent"]) if each.pid != os.getpid()]
+    shares = sorted(((each.info["cpu_percent"] or 0.0, each.info["name"], each.pid) for each in others), reverse=True)
+    busy = [f"{name} ({pid}) takes {share:.0f} % of a core" for share, name, pid in shares if share > QUIET_PERCENT]
+    return found + busy[:3]
 
 
 def gpus() -> list[str]:

@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.resources
-import os
 import re
 import time
 from abc import ABC, abstractmethod
@@ -119,6 +118,30 @@ class Recipe(ABC, Generic[S]):
         """The settings that add points to the same figure."""
         return (*self.axes, *(setting for _, setting in self.over))
 
+    def needs(self, settings: S) -> str:
+        """What it takes beside a processor: root for links that are shaped, or a GPU."""
+        return {"emulated": "root", "cuda": "GPU"}.get(settings.hardware.name, "")
+
+    def stored(self, settings: S, folder: Path) -> Result:
+        """The result that `folder` holds, or one without points."""
+        points = load(folder / FILE).points if (folder / FILE).exists() else []
+        words = (settings.name, settings.recipe, settings.paper, settings.where, settings.title)
+        return Result(*words, points, self.simulated)
+
+    def kept(self, settings: S, result: Result) -> list[dict[str, Any]]:
+        """Where a run measures nothing: points with the same settings, machine and versions; none with `rerun`."""
+        if settings.rerun or not result.points:
+            return []
+        with pinned(settings.hardware.cores):  # cores and threads are part of the machine
+            here = machine.hardware(), machine.versions()
+        places = [(at, result.find(at)) for at in self.points(settings)]
+        return [at for at, old in places if old and _same(old, self._fingerprint(settings, at), *here)]
+
+    def _fingerprint(self, settings: S, at: dict[str, Any]) -> dict[str, Any]:
+        """Everything that a point is measured with, except its own place on the figure's axes."""
+        common = {key: value for key, value in asdict(settings).items() if key not in (*_INCIDENTAL, *self.all_axes)}
+        return {**common, **self.detail(settings, at)}
+
     def run(self, settings: S, folder: Path, console: Console) -> Result:
         """Measure the points that `folder` does not hold yet (all of them with `rerun`), and save after each.
 
@@ -130,12 +153,8 @@ class Recipe(ABC, Generic[S]):
         """
         if self.on_cpu and settings.hardware.device != "cpu":
             raise ValueError(f"{settings.name} {self.on_cpu}: choose hardware=cpu")
-        points = load(folder / FILE).points if (folder / FILE).exists() else []
-        words = (settings.name, settings.recipe, settings.paper, settings.where, settings.title)
-        result = Result(*words, points, self.simulated)
-        wanted = self.points(settings)
-        # everything that a point is measured with, except its own place on the figure's axes
-        common = {key: value for key, value in asdict(settings).items() if key not in (*_INCIDENTAL, *self.all_axes)}
+        result = self.stored(settings, folder)
+        wanted, kept = self.points(settings), self.kept(settings, result)
         columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
         # once a second: drawing is work for a core that ranks of the recipe train on
         with Progress(*columns, console=console, refresh_per_second=1) as bar, pinned(settings.hardware.cores):
@@ -149,9 +168,7 @@ class Recipe(ABC, Generic[S]):
             for at in wanted:
                 label = label_of(at)
                 name = f"{settings.name} {label}".rstrip()
-                fingerprint = {**common, **self.detail(settings, at)}
-                old = result.find(at)
-                if old and not settings.rerun and _same(old, fingerprint, here):
+                if at in kept:
                     bar.console.print(f"{name}: measured before, kept (rerun=true measures it again)")
                     bar.advance(whole)
                     continue
@@ -163,13 +180,13 @@ class Recipe(ABC, Generic[S]):
                 def tick(text: str, task: Any = task, label: str = label) -> None:
                     bar.update(task, advance=1, description=f"  {label} {text}")
 
-                before, gpus = os.getloadavg()[0], machine.gpus()
+                fingerprint, before, gpus = self._fingerprint(settings, at), machine.load(), machine.gpus()
                 started = time.perf_counter()
                 measured = self.measure(settings, at, tick)
                 seconds = time.perf_counter() - started
                 finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-                loads = [round(before, 2), round(os.getloadavg()[0], 2)]
                 facts = {**measured.facts, **({"GPUs before and after": [*gpus, *machine.gpus()]} if gpus else {})}
+                loads = [before, machine.load()]
                 rest: Any = {"finished": finished, "seconds": round(seconds, 2), "load": loads, **here}
                 result.add(Point(at, fingerprint, measured.rows, facts, **rest))
                 result.save(folder)
@@ -213,11 +230,9 @@ def result_folder(settings: Settings, overrides: Sequence[str], axes: Sequence[s
             f"results_dir={settings.results_dir} is where recorded results are: record=true adds to them, and without "
             f"results_dir a run writes into {OUTPUTS}/"
         )
-    kept = []
-    for override in sorted(overrides):
-        key = override.lstrip("+~").split("=", 1)[0]
-        if key not in ("experiment", "hardware", *_INCIDENTAL, *axes):
-            kept.append(re.sub(r"[^\w.,=+~-]+", "_", override))
+    same = ("experiment", "hardware", *_INCIDENTAL, *axes)
+    others = [override for override in sorted(overrides) if override.lstrip("+~").split("=", 1)[0] not in same]
+    kept = [re.sub(r"[^\w.,=+~-]+", "_", override) for override in others]
     folder = RECORDED if settings.record else settings.results_dir
     return Path(folder, settings.paper, slug(settings.where), settings.hardware.name, *kept)
 
@@ -227,9 +242,9 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
-def _same(old: Point, fingerprint: dict[str, Any], here: machine.Provenance) -> bool:
-    machine_is_same = old.hardware == here["hardware"] and old.versions == here["versions"]
-    return machine_is_same and _without_module(old.settings) == _without_module(fingerprint)
+def _same(old: Point, fingerprint: dict[str, Any], hardware: dict[str, str], versions: dict[str, str]) -> bool:
+    measured_here = (old.hardware, old.versions) == (hardware, versions)
+    return measured_here and _without_module(old.settings) == _without_module(fingerprint)
 
 
 def _without_module(settings: dict[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,9 @@ class StepsOnRanks(Recipe[PipelineSettings]):
         """What takes turns."""
         return case.schedules
 
+    def needs(self, settings: PipelineSettings) -> str:
+        return "root" if any(of_case(settings, name).rate for name in settings.cases) else super().needs(settings)
+
     def blocks(self, settings: PipelineSettings) -> int | None:
         cases = [of_case(settings, name) for name in settings.cases]
         return sum((case.rounds + case.warmup_rounds) * len(self.variants(case)) for case in cases)

@@ -1,6 +1,7 @@
 """`python -m retime.recipes`, end to end at tiny sizes: list, run, sweep, DDP and memory in fresh processes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,24 +34,49 @@ def test_without_an_experiment_they_are_listed(run: Command, capsys: pytest.Capt
 
 
 def test_all_are_those_of_papers_that_the_hardware_runs(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     everywhere, on_a_gpu = set(command.of_papers()), set(command.of_papers("cuda"))
     assert everywhere - on_a_gpu >= {"ooo_fig4", "cpuacc_update", "cpuacc_table4", "cpu_memory_targets"}
     assert on_a_gpu >= {"cpuacc_fig3", "cpuacc_training", "cpuacc_targets", "cpuacc_memory", "fusion_fig3"}
     assert not everywhere & {"report", "demo", "advise"}
     monkeypatch.setattr(command, "of_papers", lambda *hardware: ["ooo_fig4", "ooo_fig6", *hardware])
+    monkeypatch.setattr(command, "disturbances", lambda: [])
     run("experiment=all")
+    shown = capsys.readouterr().out
+    assert shown.index("took when recorded") < shown.index("ooo_fig4: measured in")
+    assert "not quiet" not in shown
     assert {result.name for result in results(tmp_path / "outputs").values()} == {"ooo_fig4", "ooo_fig6"}
+
+
+def test_all_are_listed_with_what_is_kept_durations_and_needs(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["ooo_fig4", "ooo_ksweep", "ooo_pipeline_targets"]
+    monkeypatch.setattr(command, "of_papers", lambda *hardware: names if not hardware else ["fusion_fig3"])
+    monkeypatch.setattr(command, "disturbances", lambda: ["load 3", "[make] (8) takes 97 % of a core"])
+    run("experiment=ooo_fig4")
+    ((place, result),) = results(tmp_path / "outputs").items()
+    replace(result, points=[replace(result.points[0], seconds=300.0)]).save(tmp_path / "results" / place)
+    capsys.readouterr()
+    run("experiment=all", "list=true", "rerun=false")
+    run("experiment=all", "list=true", "hardware=cuda")
+    lines = capsys.readouterr().out.splitlines()
+    assert [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")] == [
+        ["ooo_fig4", "1", "1", "5 min", ""],
+        ["ooo_ksweep", "1", "0", "not recorded", "root"],
+        ["ooo_pipeline_targets", "3", "0", "not recorded", "root"],
+        ["fusion_fig3", "1", "0", "not recorded", "GPU"],
+    ]
+    assert lines[-1].endswith("not quiet, so that times will vary: load 3, [make] (8) takes 97 % of a core")
+    assert len(results(tmp_path / "outputs")) == 1, "nothing is measured"
 
 
 def test_sweep_over_an_axis_adds_points_to_one_figure(
     run: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("experiment=fusion_fig4", "-m", *TINY, "~data.image_size", f"models={{mobilenet_v2: {MLP}}}", "batch_size=1,2")
-    found = results(tmp_path / "outputs")
-    assert len(found) == 1
-    (result,) = found.values()
+    (result,) = results(tmp_path / "outputs").values()
     assert [point.at["batch_size"] for point in result.points] == [1, 2]
     assert "fitted with t_grad" in capsys.readouterr().out
 

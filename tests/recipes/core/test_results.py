@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,9 +161,8 @@ def test_report_of_a_figure_with_named_points(settings: FusionSettings, tmp_path
         def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Any) -> Measured:
             return made_up()
 
-    settings = dataclasses.replace(
-        settings, recipe="retime.recipes.fusion.figures.Optimizers", optimizers={"SGD": {}, "Adam": {}}
-    )
+    recipe = "retime.recipes.fusion.figures.Optimizers"
+    settings = dataclasses.replace(settings, recipe=recipe, optimizers={"SGD": {}, "Adam": {}})
     Made().run(settings, tmp_path, QUIET)
     console = Console(record=True, width=160)
     report.rebuild(tmp_path, console)
@@ -206,6 +207,16 @@ def test_points_name_cores_as_pinned_and_the_load(settings: FusionSettings, tmp_
     point = load(tmp_path / "result.json").points[0]
     assert (point.hardware["cores"], point.hardware["threads"]) == ("1", "1 threads")
     assert len(point.load) == 2
+
+
+def test_what_disturbs_a_measurement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [(7, "calm", 20.0), (8, "make", 96.6), (os.getpid(), "we", 99.0), (9, "hidden", None)]
+    there = [SimpleNamespace(pid=pid, info={"name": name, "cpu_percent": share}) for pid, name, share in shares]
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: there)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 9.0, 9.0))
+    assert machine.disturbances(0) == ["make (8) takes 97 % of a core"]
+    monkeypatch.setattr("os.getloadavg", lambda: (1.504, 0.0, 0.0))
+    assert machine.disturbances(0) == ["load 1.5 over a minute", "make (8) takes 97 % of a core"]
 
 
 def test_recorded_results_are_no_changes_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,7 @@ def composed(*overrides: str) -> Any:
 def test_experiment_resolves(name: str, hardware: str) -> None:
     settings = composed(f"experiment={name}", f"hardware={hardware}")
     assert isinstance(settings, Settings)
-    assert settings.name == name
-    assert settings.hardware.device == hardware
+    assert (settings.name, settings.hardware.device) == (name, hardware)
     assert settings.title
 
 
@@ -71,10 +70,7 @@ def test_folder_is_named_after_what_was_overridden() -> None:
     hardware = Hardware(name="cpu", device="cpu", cores=1)
     settings = FusionSettings(name="x", paper="optimizer-fusion", where="Figure 4", hardware=hardware)
     overrides = ["experiment=fusion_fig4", "hardware=cpu", "model.depth=3", "batch_size=4", "rerun=true", "minutes=9"]
-    assert str(result_folder(settings, overrides, [])) == (
-        "outputs/optimizer-fusion/figure-4/cpu/batch_size=4/model.depth=3"
-    )
+    figure = "outputs/optimizer-fusion/figure-4/cpu"
+    assert str(result_folder(settings, overrides, [])) == f"{figure}/batch_size=4/model.depth=3"
     # a point of the same figure needs no folder of its own
-    assert str(result_folder(settings, overrides, ["batch_size"])) == (
-        "outputs/optimizer-fusion/figure-4/cpu/model.depth=3"
-    )
+    assert str(result_folder(settings, overrides, ["batch_size"])) == f"{figure}/model.depth=3"

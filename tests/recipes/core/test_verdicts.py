@@ -193,9 +193,8 @@ def test_points_lie_along_an_axis_a_fact_or_a_row() -> None:
 
 
 def test_a_recipes_own_reason_is_taken_where_none_is_written() -> None:
-    line = Comparison(
-        Claim("a-paper", "Figure 1", "x", 1.2, "speed"), Spread(3, 3, 3), "simulated; does not hold: too few blocks"
-    )
+    note = "simulated; does not hold: too few blocks"
+    line = Comparison(Claim("a-paper", "Figure 1", "x", 1.2, "speed"), Spread(3, 3, 3), note)
     judged = judge(PAPER, claim(Check(within=0.25)), result(1.2), [line])
     assert (judged.verdict, judged.why) == (Verdict.FAILS, "too few blocks")
 
