@@ -154,7 +154,7 @@ def test_a_simulated_picture_names_schedules_and_no_machine(tmp_path: Path, monk
     recipe = PipelineScaling()
     recipe.draw(recipe.run(settings, tmp_path, Console(quiet=True)), tmp_path / "picture.png")
     (drawing,) = drawn
-    assert drawing.get_suptitle().endswith("\nsimulated")
+    assert drawing.get_suptitle() == "Pipelines on four GPUs by network, simulated, hollow: the paper"
     assert [text.get_text() for text in drawing.legends[0].get_texts()] == [
         "cross-layer model parallelism",
         "GPipe",
