@@ -143,6 +143,14 @@ def fit(module: LightningModule, strategy: Any = "auto", data: Any = None, **opt
     return runner
 
 
+def fit_both(make: Callable[[], Any], budget: Any, data: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    """Fit two of a kind, plainly and under a budget: bytes, or a strategy; returns both, and the budget's report."""
+    plain, ours = make(), make()
+    fit(plain, data=data, **options)
+    strategy = budget if isinstance(budget, MemoryBudgetStrategy) else MemoryBudgetStrategy(budget)
+    return plain, ours, report_of(fit(ours, strategy, data, **options))
+
+
 def assert_close(plain: LightningModule, ours: LightningModule, tolerance: float = 1e-5) -> None:
     """Weights and buffers agree: bit by bit with tolerance 0, else relative to each tensor's largest entry."""
     left, right = plain.state_dict(), ours.state_dict()
