@@ -31,11 +31,8 @@ pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:`training_st
 
 KEYS = {f"timeline/{name}_ms" for name in ("forward", "backward", "update", "communication_exposed", "step")}
 GRADIENT_READING_HOOKS = (
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "configure_gradient_clipping",
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    *("on_before_zero_grad", "configure_gradient_clipping"),
 )
 
 
