@@ -14,11 +14,9 @@ from torch.utils.data import DataLoader
 
 from retime import CPUMemoryPool, NoEffectWarning
 from retime.foundations.cpu_pool.pool import MemoryPool
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers"),
-]
+pytestmark = IGNORED_WARNINGS
 ROWS, WIDTH = 64, 512  # an activation is 128 KiB, a weight 1 MiB
 
 

@@ -12,14 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from retime.callbacks import ParallelScanBackward
 from retime.foundations.messages import NoEffectWarning
 from retime.modules import ScanGRU, convert
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
-]
+pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:`training_step` returned `None`")]
 FEATURES, HIDDEN = 4, 5
 
 

@@ -16,13 +16,9 @@ from torch.utils.data import DataLoader
 import retime.foundations.measure.memory as process_peak
 from retime.callbacks.peak_memory import PeakMemory
 from retime.foundations.measure.memory import MemoryProbe
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
-pytestmark = [  # what Lightning itself warns of
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-]
+pytestmark = IGNORED_WARNINGS
 
 MIB = 2**20
 NAMES = {f"{phase}_peak_bytes" for phase in ("forward", "backward", "update", "batch")}

@@ -24,23 +24,15 @@ from retime.callbacks.support.phases import StrategyPhases
 from retime.foundations.measure.timing import EXPOSED, StepTimer, StepTiming
 from retime.foundations.messages import NoEffectWarning
 from support.browser import CHROMIUM, NO_CHROMIUM, click_through
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 from support.warm_start import run_program
 
-pytestmark = [  # what Lightning itself warns of
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
-]
+pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:`training_step` returned `None`")]
 
 KEYS = {f"timeline/{name}_ms" for name in ("forward", "backward", "update", "communication_exposed", "step")}
 GRADIENT_READING_HOOKS = (
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "configure_gradient_clipping",
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    *("on_before_zero_grad", "configure_gradient_clipping"),
 )
 
 

@@ -214,13 +214,8 @@ def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str], monke
     _, said, told = run(capsys, f"{__name__}:lightning_model", "--budget", str(TINY))
     lines = [line.removeprefix("retime: ") for line in told.splitlines() if line.startswith("retime: ")]
     words = [
-        "planning a batch",
-        "finding out whether",
-        "measuring on a few samples what",
-        "measuring on a few samples how",
-        "searching among plans",
-        "trying plan 1: ",
-        "trying plan 2: ",
+        *("planning a batch", "finding out whether", "measuring on a few samples what"),
+        *("measuring on a few samples how", "searching among plans", "trying plan 1: ", "trying plan 2: "),
     ]
     assert [next(line for line in lines if line.startswith(word)) for word in words] == lines[: len(words)]
     assert said["plan"] in lines[-1]

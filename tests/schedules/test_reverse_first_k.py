@@ -77,11 +77,7 @@ def peak(layers, k, **sizes):
     return simulate(schedule, costs, buffers=step_buffers(schedule, **sizes)).peak_bytes
 
 
-SIZES = {
-    "activation_bytes": 10,
-    "output_gradient_bytes": 50,
-    "weight_gradient_bytes": {1: 1, 2: 2, 3: 4, 4: 8, 5: 16},
-}
+SIZES = {"activation_bytes": 10, "output_gradient_bytes": 50, "weight_gradient_bytes": {1: 1, 2: 2, 3: 4, 4: 8, 5: 16}}
 
 
 def test_largest_k_is_the_last_that_fits():

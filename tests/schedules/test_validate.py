@@ -125,18 +125,9 @@ def test_needs_can_be_given_for_a_model_that_is_no_chain():
 def test_dependencies_of_one_step():
     needs = dependencies(Schedule.parse("F1 F2 D1 P1 O2 W2 W1 S1 S2 U1 U2 F1'"))
     assert {str(task): " ".join(map(str, of_task)) for task, of_task in needs.items()} == {
-        "F1": "",
-        "F2": "F1",
-        "D1": "F1",
-        "P1": "D1",
-        "O2": "F2 P1",
-        "W2": "F2 P1",
-        "W1": "O2",
-        "S1": "W1",
-        "S2": "W2",
-        "U1": "W1 S1 F1",
-        "U2": "W2 S2 O2 F2",
-        "F1'": "U1",
+        **{"F1": "", "F2": "F1", "D1": "F1", "P1": "D1"},
+        **{"O2": "F2 P1", "W2": "F2 P1", "W1": "O2", "S1": "W1", "S2": "W2"},
+        **{"U1": "W1 S1 F1", "U2": "W2 S2 O2 F2", "F1'": "U1"},
     }
 
 

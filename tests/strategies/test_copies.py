@@ -14,12 +14,9 @@ from torch.utils.data import DataLoader
 
 import retime
 from support.fusion import adamw, batches, network
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*Checkpoint directory"),
-]
+pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:.*Checkpoint directory")]
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),

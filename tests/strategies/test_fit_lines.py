@@ -9,15 +9,10 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import retime
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 from support.two_ranks import run_two_ranks
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:two streams have no effect"),
-]
+pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:two streams have no effect")]
 ONE_DEVICE = {
     "fused_optimizer": ("backward fusion of 1 of 1 optimizers", "backward fusion: "),
     "fused_optimizer_forward": ("forward fusion of 1 of 1 optimizers", "forward fusion: "),

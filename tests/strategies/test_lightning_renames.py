@@ -6,12 +6,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 
 from retime import FusedOptimizerDDPStrategy, OOODataParallelStrategy
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 RENAMED = r"without calling DDPStrategy\._register_ddp_hooks.*"
 
 

@@ -14,13 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from contract.models import Net
 from retime import NoEffectWarning, ReverseFirstK
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*reverse_first_k.*sync_dist"),  # the same number on all ranks
-]
+# k is the same number on all ranks
+pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:.*reverse_first_k.*sync_dist")]
 ALONE = "has no effect.*with one process there is no communication to hide"
 
 

@@ -16,12 +16,9 @@ from retime.foundations.messages import NoEffectWarning
 from retime.strategies import ooo_single_device
 from support.failing import FailsBackward
 from support.simulated_cuda import simulated_cuda
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*Checkpoint directory"),
-]
+pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:.*Checkpoint directory")]
 STEPS = 6
 LAYERS = 3
 

@@ -26,10 +26,7 @@ from retime.strategies import CPUAccumulateStrategy
 from support.memory_budget import IGNORED, OFFLOADS, SHALLOW, Net, assert_close, fit, use_costs
 from support.simulated_cuda import ORDERS, SimulatedCuda, simulated_cuda
 
-pytestmark = [
-    *IGNORED,
-    pytest.mark.filterwarnings("ignore:.*the process grew by"),
-]
+pytestmark = [*IGNORED, pytest.mark.filterwarnings("ignore:.*the process grew by")]
 
 
 class Half(Net):

@@ -19,13 +19,9 @@ from lightning.pytorch.strategies import (
 import retime
 from retime.callbacks import FuseOptimizer
 from retime.strategies import STRATEGIES, FusedOptimizerStrategy
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set"),
-]
+pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set")]
 
 
 def trainer(**options: Any) -> Trainer:

@@ -22,11 +22,7 @@ DDP = [
 ]
 ONE = [retime.FusedOptimizerStrategy, retime.MemoryBudgetStrategy]
 OF_THE_WRAPPER = {
-    "bucket_cap_mb",
-    "broadcast_buffers",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
+    *("bucket_cap_mb", "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 }
 
 

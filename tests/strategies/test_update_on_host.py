@@ -8,12 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime import CPUAccumulateStrategy, NoEffectWarning
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 def test_one_process_has_no_updates_to_divide() -> None:

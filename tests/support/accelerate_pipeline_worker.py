@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from retime.integrations.accelerate import FusedOptimizer, OutOfOrderPipeline
 from retime.mechanisms.pipeline import PipelineError
-from support.two_ranks import run_cases
+from support.two_ranks import run_rank
 
 WIDTH, BATCH, BATCHES, ACCUMULATED = 96, 8, 8, 2
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -343,9 +343,7 @@ def forget_state() -> None:
 
 
 def main(functions: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    run_cases(functions, sys.argv[1:], before=forget_state)
-    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
+    run_rank(functions, sys.argv[1:], before=forget_state, joined=False)
 
 
 if __name__ == "__main__":

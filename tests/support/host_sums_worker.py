@@ -26,7 +26,7 @@ from retime.strategies import CPUAccumulateStrategy
 from retime.strategies.support import lightning_private
 from support.time_limits import limit_s
 from support.trainers import quiet_trainer
-from support.two_ranks import run_cases
+from support.two_ranks import run_rank
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -201,13 +201,5 @@ def fit_dies(when: str) -> None:
     os._exit(0)
 
 
-def main(checks: list[str]) -> None:
-    torch.set_num_threads(1)
-    if not checks[0].startswith("fit_"):
-        dist.init_process_group("gloo")
-    run_cases(globals(), checks)
-    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_rank(globals(), sys.argv[1:], joined=not sys.argv[1].startswith("fit_"))

@@ -20,7 +20,7 @@ import retime.mechanisms.memory_budget.planner as step_planner
 from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.report import BudgetReport
 from retime.strategies import MemoryBudgetStrategy
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
 FEATURES, CLASSES, BATCH = 16, 4, 256
 WIDTH, DEPTH = 16, 8
@@ -37,11 +37,7 @@ SMALL = 120_000  # either way is enough
 TINY = 60_000  # below the floor of whole batches
 SHALLOW = 86_000  # for ShallowNet: either way is enough, and parts begin at the same samples
 
-IGNORED = [  # what Lightning and torch themselves warn of
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-]
+IGNORED = IGNORED_WARNINGS
 
 
 def use_costs(monkeypatch: pytest.MonkeyPatch, costs: StepCosts) -> None:
@@ -145,6 +141,14 @@ def fit(module: LightningModule, strategy: Any = "auto", data: Any = None, **opt
     runner = trainer(strategy, **options)
     runner.fit(module, loader() if data is None else data)
     return runner
+
+
+def fit_both(make: Callable[[], Any], budget: Any, data: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    """Fit two of a kind, plainly and under a budget: bytes, or a strategy; returns both, and the budget's report."""
+    plain, ours = make(), make()
+    fit(plain, data=data, **options)
+    strategy = budget if isinstance(budget, MemoryBudgetStrategy) else MemoryBudgetStrategy(budget)
+    return plain, ours, report_of(fit(ours, strategy, data, **options))
 
 
 def assert_close(plain: LightningModule, ours: LightningModule, tolerance: float = 1e-5) -> None:

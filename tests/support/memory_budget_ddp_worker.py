@@ -55,7 +55,7 @@ from support.memory_budget import (
     norm,
 )
 from support.memory_budget_looks import Looks
-from support.two_ranks import run_cases
+from support.two_ranks import run_rank
 
 RANK = int(os.environ["RANK"])
 SMALL = 130_000  # bytes; the plain step needs 209,000 and its buckets 10,000
@@ -610,14 +610,11 @@ def accelerate_loops() -> None:
 
 
 def main(functions: dict[str, Any], checks: list[str]) -> None:
-    torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("error")
     for message in (".*LeafSpec", ".*does not have many workers", ".*number of training batches", ".*all_gather is"):
         warnings.filterwarnings("ignore", message=message)
-    dist.init_process_group("gloo")
-    run_cases(functions, checks, before=pass_over_what_is_there)
-    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
+    run_rank(functions, checks, before=pass_over_what_is_there)
 
 
 if __name__ == "__main__":

@@ -113,10 +113,7 @@ def main() -> None:
             model, images, labels = network(name)
             samples = len(images)
             step = TrainingStep(model, (images, labels), samples, partial(loss_of, model))
-            plans = {
-                "plain": OffloadPlan(samples),
-                "offload": OffloadPlan(samples, EVERYTHING, 0, len(EVERYTHING)),
-            }
+            plans = {"plain": OffloadPlan(samples), "offload": OffloadPlan(samples, EVERYTHING, 0, len(EVERYTHING))}
             if limit:
                 results[name] = {mode: limited(step, plan, host, int(limit[0])) for mode, plan in plans.items()}
             else:

@@ -8,6 +8,7 @@ from torch import nn
 
 import retime  # noqa: F401  (registers the names)
 from contract.models import Net
+from support.trainers import quiet_trainer
 
 
 class Tell(Callback):
@@ -21,17 +22,8 @@ def main() -> None:
     inputs = torch.randn(32, 6)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sin()), batch_size=2)
     wide = nn.Sequential(nn.Linear(6, 160), nn.Linear(160, 160), nn.Linear(160, 160), nn.Linear(160, 6))
-    trainer = Trainer(
-        strategy=f"ooo_ddp_{sys.argv[1]}",
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        default_root_dir=sys.argv[2],
-        callbacks=[Tell()],
-    )
+    options = {"devices": 2, "max_epochs": 1, "default_root_dir": sys.argv[2], "callbacks": [Tell()]}
+    trainer = quiet_trainer(strategy=f"ooo_ddp_{sys.argv[1]}", **options)
     trainer.fit(Net(wide), data)
     print(f"brought home: {trainer.strategy.report().steps} steps", flush=True)  # type: ignore[attr-defined]
 

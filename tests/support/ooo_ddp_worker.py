@@ -28,7 +28,7 @@ from retime.strategies import OOODataParallelStrategy
 from retime.strategies.ooo_ddp import FIXED_BUCKET_MB
 from retime.strategies.support import lightning_private
 from support.time_limits import limit_s
-from support.two_ranks import run_cases
+from support.two_ranks import run_rank
 
 WIDTH = 160
 RANK = int(os.environ["RANK"])
@@ -498,14 +498,5 @@ def rank_dies_in_backward(folder: str) -> None:
     trainer(Path(folder), strategy=strategy, max_epochs=2, enable_checkpointing=False).fit(Dies(), data())
 
 
-def main(checks: list[str]) -> None:
-    torch.set_num_threads(1)
-    if "|" not in checks[0]:
-        dist.init_process_group("gloo")
-    run_cases(globals(), checks)
-    gc.collect()
-    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_rank(globals(), sys.argv[1:], joined="|" not in sys.argv[1])

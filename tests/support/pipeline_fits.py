@@ -142,11 +142,15 @@ def outcome(module: Any, fit: Trainer) -> dict[str, Any]:
     return {"weights": weights, "metrics": metrics, "seen": list(module.seen), "steps": fit.global_step}
 
 
-def plain_fit(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    module = Classifier()
-    fit = trainer(strategy, folder, devices=devices)
-    fit.fit(module, loader(), loader())
+def fitted(module: Any, strategy: Any, folder: Path, kind: str = "classes", **options: Any) -> dict[str, Any]:
+    """The outcome of a fit with a validation."""
+    fit = trainer(strategy, folder, **options)
+    fit.fit(module, loader(kind), loader(kind))
     return outcome(module, fit)
+
+
+def plain_fit(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    return fitted(Classifier(), strategy, folder, devices=devices)
 
 
 def without_a_list(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
@@ -154,9 +158,7 @@ def without_a_list(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     module.net = Unlisted()
     if not isinstance(strategy, str):
         strategy = OOOPipelineStrategy(layers="auto", microbatches=3)
-    fit = trainer(strategy, folder, devices=devices)
-    fit.fit(module, loader(), loader())
-    return outcome(module, fit)
+    return fitted(module, strategy, folder, devices=devices)
 
 
 def frozen_behind(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
@@ -164,9 +166,8 @@ def frozen_behind(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     module = Classifier()
     for layer in list(module.net)[1:]:
         layer.requires_grad_(False)
-    fit = trainer(strategy, folder, devices=devices, gradient_clip_val=0.01, gradient_clip_algorithm="value")
-    fit.fit(module, loader(), loader())
-    return outcome(module, fit)
+    clipping = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    return fitted(module, strategy, folder, devices=devices, **clipping)
 
 
 class _Reset(Classifier):
@@ -191,10 +192,7 @@ class _Reset(Classifier):
 
 
 def reset_between(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    module = _Reset()
-    fit = trainer(strategy, folder, devices=devices)
-    fit.fit(module, loader(), loader())
-    return outcome(module, fit)
+    return fitted(_Reset(), strategy, folder, devices=devices)
 
 
 def callbacks(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
@@ -202,17 +200,9 @@ def callbacks(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     module = Classifier()
     saves = ModelCheckpoint(folder / f"best{devices}", monitor="val_loss", save_top_k=1, mode="max")
     stops = EarlyStopping("loss_epoch", patience=1, mode="max")
-    logger = CSVLogger(folder / f"csv{devices}")
-    fit = trainer(
-        strategy,
-        folder,
-        devices=devices,
-        max_epochs=6,
-        callbacks=[saves, stops, LearningRateMonitor()],
-        enable_checkpointing=True,
-        logger=logger,
-        log_every_n_steps=1,
-    )
+    logging = {"logger": CSVLogger(folder / f"csv{devices}"), "log_every_n_steps": 1, "enable_checkpointing": True}
+    kept = [saves, stops, LearningRateMonitor()]
+    fit = trainer(strategy, folder, devices=devices, max_epochs=6, callbacks=kept, **logging)
     fit.fit(module, loader(), loader())
     return outcome(module, fit) | {"best": float(saves.best_model_score or 0), "epochs": fit.current_epoch}
 
@@ -223,8 +213,7 @@ def saved_behind(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     half.fit(Classifier(), loader(), loader())
     path = folder / f"behind{devices}.ckpt"
     half.save_checkpoint(path)
-    module = Classifier()
-    fit = trainer(again(strategy), folder, devices=devices)
+    module, fit = Classifier(), trainer(again(strategy), folder, devices=devices)
     fit.fit(module, loader(), loader(), ckpt_path=path)
     return outcome(module, fit)
 
@@ -235,12 +224,8 @@ class Returns(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         logits = self.net(batch[0])
         right = (logits.argmax(-1) == batch[1]).double().mean()
-        return {
-            "loss": nn.functional.cross_entropy(logits, batch[1]),
-            "logits": logits,
-            "right": right,
-            "kind": "whole",
-        }
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        return {"loss": loss, "logits": logits, "right": right, "kind": "whole"}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert outputs["kind"] == "whole"
@@ -253,17 +238,12 @@ class Returns(Classifier):
 
 def outputs(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     """With accumulation, and a loader whose order Lightning is left to divide."""
-    module = Returns()
-    fit = trainer(strategy, folder, devices=devices, accumulate_grad_batches=2, use_distributed_sampler=True)
-    fit.fit(module, loader(), loader())
-    return outcome(module, fit)
+    options = {"accumulate_grad_batches": 2, "use_distributed_sampler": True}
+    return fitted(Returns(), strategy, folder, devices=devices, **options)
 
 
 def language_model(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    module = LanguageModel()
-    fit = trainer(strategy, folder, devices=devices)
-    fit.fit(module, loader("tokens"), loader("tokens"))
-    return outcome(module, fit)
+    return fitted(LanguageModel(), strategy, folder, "tokens", devices=devices)
 
 
 def on_meta(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:

@@ -189,6 +189,15 @@ def memory() -> None:
     print(pipeline.report())
 
 
+def _assert_own_gradients(
+    pipeline: PipelineStep, model: nn.Module, reference: nn.Module, rtol: float = 1e-4, atol: float = 1e-6, **more: Any
+) -> None:
+    """Those of this rank's layers are one device's."""
+    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if RANK in pipeline.owners.ranks[name]:
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=rtol, atol=atol, **more)
+
+
 def shapes() -> None:
     """Batches of other sizes, smaller than the number of micro-batches, and longer sequences."""
     model, step, _ = made("gpt2")
@@ -198,9 +207,7 @@ def shapes() -> None:
         batch = {"tokens": torch.randint(0, 101, (samples, length))}
         pipeline.train(step, batch)
         plain(batch).backward()
-        for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-            if RANK in pipeline.owners.ranks[name]:
-                torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6)
+        _assert_own_gradients(pipeline, model, reference)
     assert pipeline.report().micro_batches == 1
     print("same")
 
@@ -231,10 +238,8 @@ def padded() -> None:
                 assert [one.weight for one in results].count(0.0) == sum(
                     bool(one[1].eq(-100).all()) for one in balanced_parts((tokens, labels), len(tokens) // 4)
                 )
-            for (key, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-                if RANK in pipeline.owners.ranks[key]:
-                    near = 1e-13 if name == "between" else 1e-7  # transformers compute losses in float32
-                    torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=near)
+            near = 1e-13 if name == "between" else 1e-7  # transformers compute losses in float32
+            _assert_own_gradients(pipeline, model, reference, rtol=1e-12, atol=near)
         pipeline.remove()
     print("same")
 
@@ -275,9 +280,7 @@ def counted() -> None:
         expected.backward()
         if results:
             torch.testing.assert_close(sum(one.weight * one.output for one in results), expected.detach())
-        for (key, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-            if RANK in pipeline.owners.ranks[key]:
-                torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-13)
+        _assert_own_gradients(pipeline, model, reference, rtol=1e-12, atol=1e-13)
     pipeline.remove()
     print("same")
 
@@ -485,9 +488,7 @@ def relays(name: str) -> None:
         plain(batch).backward()
         with torch.inference_mode(), pipeline.outside_whole(), pipeline.evaluating():
             torch.testing.assert_close(step(batch), plain(batch))
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        if RANK in pipeline.owners.ranks[name]:
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6)
+    _assert_own_gradients(pipeline, model, expected)
     print("same")
 
 
@@ -677,9 +678,7 @@ def written() -> None:
     reference.zero_grad()
     pipeline.train(step, batch)
     plain(batch).backward()
-    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        if RANK in pipeline.owners.ranks[name]:
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6)
+    _assert_own_gradients(pipeline, model, reference)
     pipeline.restore()
     for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert type(parameter) is nn.Parameter
@@ -698,10 +697,8 @@ def not_a_number() -> None:
         for given in (bad, batch) if first else (batch, bad, batch):
             pipeline.train(step, given)
             plain(given).backward()
-            for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-                if RANK in pipeline.owners.ranks[name]:
-                    assert other.grad.isnan().any() == (given is bad)  # type: ignore[union-attr]
-                    torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6, equal_nan=True)
+            assert all(bool(p.grad.isnan().any()) == (given is bad) for p in reference.parameters())  # type: ignore[union-attr]
+            _assert_own_gradients(pipeline, model, reference, equal_nan=True)
             model.zero_grad()
             reference.zero_grad()
         pipeline.remove()

@@ -51,12 +51,7 @@ class Case:
             )
         first = tuple(part[0] for part in self.state)
         output, *last = scan_layer(
-            self.mode,
-            x,
-            first if self.mode == "LSTM" else first[0],
-            *weights,
-            solver=solver,
-            batch_sizes=batch_sizes,
+            self.mode, x, first if self.mode == "LSTM" else first[0], *weights, solver=solver, batch_sizes=batch_sizes
         )
         return [output, *(part.unsqueeze(0) for part in last)]
 

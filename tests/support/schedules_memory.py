@@ -91,10 +91,7 @@ def _values(graph, tasks, schedule, ends, by_name, writes):
 
 
 def _held(placements, start_ms, end_ms):
-    return next(
-        (p for p in placements if p.start_ms <= start_ms + SLACK_MS and p.end_ms >= end_ms - SLACK_MS),
-        None,
-    )
+    return next((p for p in placements if p.start_ms <= start_ms + SLACK_MS and p.end_ms >= end_ms - SLACK_MS), None)
 
 
 def _memory(graph, schedule):

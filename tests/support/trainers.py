@@ -1,8 +1,15 @@
-"""Trainers that print nothing and write nothing."""
+"""Trainers that print nothing and write nothing, and what fits warn of all the same."""
 
 from typing import Any
 
+import pytest
 from lightning.pytorch import Trainer
+
+IGNORED_WARNINGS = [  # what Lightning and torch themselves warn of
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
 
 
 def quiet_trainer(**options: Any) -> Trainer:

@@ -54,6 +54,11 @@ def sentences(samples: int) -> list[dict[str, Tensor]]:
     ]
 
 
+QUIET: dict[str, Any] = {
+    **{"num_train_epochs": 2, "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1, "save_strategy": "no"},
+    **{"report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False},
+}
+"""Arguments of a short training on a processor that prints and writes nothing."""
 MODELS = {"gpt2": (gpt2, texts), "bert": (bert, sentences)}
 
 
@@ -65,21 +70,9 @@ def trainer(folder: Path, model: str = "gpt2", cls: type[Trainer] = Trainer, **o
     own = {name: options.pop(name) for name in names if name in options}
     if "model_init" not in own:
         own["model"] = options.pop("net", None) or build()
-    args: dict[str, Any] = {
-        "output_dir": str(folder),
-        "num_train_epochs": 2,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-    }
     if options.get("eval_strategy"):
         own["eval_dataset"] = data(6)
-    return cls(args=TrainingArguments(**args | options), train_dataset=data(7 * batch), **own)
+    return cls(args=TrainingArguments(output_dir=str(folder), **QUIET | options), train_dataset=data(7 * batch), **own)
 
 
 def fit(one: Trainer, **options: Any) -> Left:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from retime.foundations.workers import free_port
@@ -77,6 +78,17 @@ def run_cases(
         functions[name](*arguments)
         dist.barrier()
         print("== done", flush=True)
+
+
+def run_rank(
+    functions: Mapping[str, Callable[..., Any]], cases: Sequence[str], *, joined: bool = True, **options: Any
+) -> None:
+    """All of one rank: it joins the others, unless its cases do so, runs the cases (see `run_cases`) and ends."""
+    torch.set_num_threads(1)
+    if joined:
+        dist.init_process_group("gloo")
+    run_cases(functions, cases, **options)
+    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 def said_in(ran: subprocess.CompletedProcess[str], case: str) -> str:

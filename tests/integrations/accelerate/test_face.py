@@ -11,10 +11,5 @@ def test_the_face_shows_the_objects_and_nothing_else() -> None:
     assert face.__all__ == [*objects, "TwoStreams"]
     homes = {getattr(face, name).__module__.rpartition(".")[2] for name in face.__all__}
     assert homes == {
-        "cpu_accumulate",
-        "fused_optimizer",
-        "memory_budget",
-        "ooo_pipeline",
-        "out_of_order",
-        "two_streams",
+        *("cpu_accumulate", "fused_optimizer", "memory_budget", "ooo_pipeline", "out_of_order", "two_streams")
     }

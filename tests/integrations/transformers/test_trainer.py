@@ -239,18 +239,12 @@ def test_checkpoints_resume_in_both_directions(name: str, tmp_path: Path) -> Non
 @EACH
 def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
     give, options, _ = OBJECTS[name]
-    saving = {
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "learning_rate": 0.1,
-    }
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
     def made(folder: str) -> Trainer:
         stop = EarlyStoppingCallback(early_stopping_patience=2)
         best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "callbacks": [stop]}
-        return trainer(tmp_path / folder, **options | saving | best)
+        return trainer(tmp_path / folder, learning_rate=0.1, **options | saving | best)
 
     plain, ours = made("plain"), made("ours")
     give(ours)

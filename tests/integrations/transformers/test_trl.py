@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from retime.integrations.transformers import FusedOptimizer, MemoryBudget
-from support.transformers_trainers import VOCABULARY, assert_same, fit, gpt2, texts
+from support.transformers_trainers import QUIET, VOCABULARY, assert_same, fit, gpt2, texts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the log has no grad_norm"),
@@ -44,21 +44,8 @@ def sft(folder: Path, **options: Any) -> Any:
     """A trainer of token numbers; 7 batches an epoch, so that windows of 3 end with a short one."""
     batch = options.setdefault("per_device_train_batch_size", 2)
     rows = [{"input_ids": row["input_ids"].tolist()} for row in texts(7 * batch)]
-    defaults = {
-        "output_dir": str(folder),
-        "num_train_epochs": 2,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "gradient_accumulation_steps": 3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "dataloader_pin_memory": False,
-    }
-    config = trl.SFTConfig(**defaults | options)
+    own = {"output_dir": str(folder), "gradient_accumulation_steps": 3, "bf16": False}
+    config = trl.SFTConfig(**QUIET | own | options)
     return trl.SFTTrainer(gpt2(), config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer())
 
 

@@ -111,23 +111,10 @@ def test_sub_batch_is_the_largest_within_eq_8_made_regular():
         select_sub_batch(graph, 0, 1000)
 
 
-@pytest.mark.parametrize(
-    ("samples", "expected"),
-    [
-        (1, 1),
-        (2, 2),
-        (3, 2),
-        (7, 4),
-        (15, 8),
-        (31, 16),
-        (32, 32),
-        (63, 32),
-        (64, 64),
-        (127, 64),
-        (200, 192),
-        (256, 256),
-    ],
-)
+REGULAR = {1: 1, 2: 2, 3: 2, 7: 4, 15: 8, 31: 16, 32: 32, 63: 32, 64: 64, 127: 64, 200: 192, 256: 256}
+
+
+@pytest.mark.parametrize(("samples", "expected"), REGULAR.items())
 def test_regular(samples, expected):
     assert regular(samples) == expected
 

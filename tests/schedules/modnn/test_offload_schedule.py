@@ -213,12 +213,8 @@ def test_defragmentation_moves_everything_together():
     )
     schedule = run(built, 8)
     assert schedule.defragmentations == ("v",)
-    assert [copy[:2] for copy in copies(schedule)] == [
-        ("offload", "p"),
-        ("offload", "r"),
-        ("prefetch", "p"),
-        ("prefetch", "r"),
-    ]
+    moved = [(way, block) for way in ("offload", "prefetch") for block in "pr"]
+    assert [copy[:2] for copy in copies(schedule)] == moved
     # p and r leave from 1 to 5, behind t; they are back at 9.
     assert schedule.start_ms["v"] == 9
     assert (schedule.peak_bytes, schedule.live_peak_bytes) == (8, 8)

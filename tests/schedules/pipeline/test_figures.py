@@ -3,33 +3,22 @@
 import pytest
 
 from retime.schedules import picture
-from retime.schedules.pipeline import (
-    GREEDY,
-    StageCosts,
-    block,
-    cross_layer,
-    gpipe,
-    modulo,
-    ooo_pipe1,
-    ooo_pipe2,
-    simulate_pipeline,
-    validate_pipeline,
-)
+from retime.schedules import pipeline as p
 
 
 def ran(schedule, placement, micro_batches):
-    validate_pipeline(schedule, placement, micro_batches)
-    return simulate_pipeline(schedule, placement, StageCosts.uniform(placement.stages))
+    p.validate_pipeline(schedule, placement, micro_batches)
+    return p.simulate_pipeline(schedule, placement, p.StageCosts.uniform(placement.stages))
 
 
 def figure(layers, ranks, micro_batches):
     """Conventional, fast-forwarding, modulo allocation."""
-    blocks, dealt = block(layers, ranks), modulo(layers, ranks)
-    plain = cross_layer(blocks) if micro_batches is None else gpipe(blocks, micro_batches)
+    blocks, dealt = p.block(layers, ranks), p.modulo(layers, ranks)
+    plain = p.cross_layer(blocks) if micro_batches is None else p.gpipe(blocks, micro_batches)
     return [
         ran(plain, blocks, micro_batches),
-        ran(ooo_pipe1(blocks, micro_batches), blocks, micro_batches),
-        ran(ooo_pipe2(layers, ranks, micro_batches), dealt, micro_batches),
+        ran(p.ooo_pipe1(blocks, micro_batches), blocks, micro_batches),
+        ran(p.ooo_pipe2(layers, ranks, micro_batches), dealt, micro_batches),
     ]
 
 
@@ -68,11 +57,11 @@ def test_figure_6():
 def test_figure_12():
     plain, forwarded, dealt = figure(8, 4, 4)
     assert [plain.makespan_ms, forwarded.makespan_ms, dealt.makespan_ms] == [41, 34, 29]
-    assert str(gpipe(block(8, 4), 4)).splitlines()[3] == (
+    assert str(p.gpipe(p.block(8, 4), 4)).splitlines()[3] == (
         "rank3: F7@0 F8@0 F7@1 F8@1 F7@2 F8@2 F7@3 F8@3 "
         "W8@0 O8@0 W7@0 O7@0 W8@1 O8@1 W7@1 O7@1 W8@2 O8@2 W7@2 O7@2 W8@3 O8@3 W7@3 O7@3"
     )
-    assert str(ooo_pipe2(8, 4, 4)).splitlines()[0] == (
+    assert str(p.ooo_pipe2(8, 4, 4)).splitlines()[0] == (
         "rank0: F1@0 F1@1 F1@2 F1@3 F5@0 F5@1 F5@2 F5@3 O5@0 O5@1 O5@2 O5@3 W5@0 W1@0 W5@1 W1@1 W5@2 W1@2 W5@3 W1@3"
     )
 
@@ -84,7 +73,7 @@ def test_sixteen_layers():
     83 / 51, the time when an output gradient does not wait for its rank's last forward pass.
     """
     plain, forwarded, dealt = (run.makespan_ms for run in figure(16, 4, 4))
-    greedy = ran(ooo_pipe2(16, 4, 4, rule=GREEDY), modulo(16, 4), 4).makespan_ms
+    greedy = ran(p.ooo_pipe2(16, 4, 4, rule=p.GREEDY), p.modulo(16, 4), 4).makespan_ms
     assert (plain, forwarded, dealt, greedy) == (83, 68, 53, 51)
     assert plain / forwarded == pytest.approx(1.22, abs=0.005)
     assert plain / greedy == pytest.approx(1.62, abs=0.01)

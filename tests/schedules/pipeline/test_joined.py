@@ -5,19 +5,7 @@ import random
 import pytest
 
 from retime.schedules import Kind
-from retime.schedules.pipeline import (
-    StageCosts,
-    block,
-    fastest_list_schedule,
-    gpipe,
-    interleaved_zero_bubble,
-    joined_gradients,
-    modulo,
-    simulate_pipeline,
-    v_shape,
-    zb_h1,
-    zbv,
-)
+from retime.schedules import pipeline as p
 
 
 def joins(schedule):
@@ -30,12 +18,12 @@ def joins(schedule):
 
 
 def test_the_v_of_two_ranks_splits_where_the_other_rank_waits():
-    placement, costs = v_shape(4, 2), StageCosts.uniform(4)
-    order = zbv(placement, 4, first_output_gradient=True)
-    joined = joined_gradients(order, placement, costs)
+    placement, costs = p.v_shape(4, 2), p.StageCosts.uniform(4)
+    order = p.zbv(placement, 4, first_output_gradient=True)
+    joined = p.joined_gradients(order, placement, costs)
     assert joins(order) == 0
     assert joins(joined) == 11
-    before, after = (simulate_pipeline(one, placement, costs).timeline for one in (order, joined))
+    before, after = (p.simulate_pipeline(one, placement, costs).timeline for one in (order, joined))
     assert {task: ms for task, ms in after.start_ms.items() if task.kind is Kind.F} == {
         task: ms for task, ms in before.start_ms.items() if task.kind is Kind.F
     }
@@ -43,25 +31,25 @@ def test_the_v_of_two_ranks_splits_where_the_other_rank_waits():
 
 
 def test_slow_messages_have_to_leave_at_once():
-    placement, costs = block(2, 2), StageCosts.uniform(2)
-    order = zb_h1(placement, 4, first_output_gradient=True)
-    joined = joined_gradients(order, placement, costs)
+    placement, costs = p.block(2, 2), p.StageCosts.uniform(2)
+    order = p.zb_h1(placement, 4, first_output_gradient=True)
+    joined = p.joined_gradients(order, placement, costs)
     assert "W1@0 O1@0" in str(joined)
     assert "W2@0 O2@0" not in str(joined)  # the first rank waits for it
 
 
 def test_without_output_gradients_of_the_first_stage():
-    placement, costs = block(4, 2), StageCosts.uniform(4)
-    order = zb_h1(placement, 4)
-    joined = joined_gradients(order, placement, costs)
-    ran = simulate_pipeline(joined, placement, costs).makespan_ms
-    assert ran == simulate_pipeline(order, placement, costs).makespan_ms
+    placement, costs = p.block(4, 2), p.StageCosts.uniform(4)
+    order = p.zb_h1(placement, 4)
+    joined = p.joined_gradients(order, placement, costs)
+    ran = p.simulate_pipeline(joined, placement, costs).makespan_ms
+    assert ran == p.simulate_pipeline(order, placement, costs).makespan_ms
 
 
 def test_conventional_orders_stay_as_they_are():
-    placement = block(4, 2)
-    order = gpipe(placement, 4)
-    assert joined_gradients(order, placement, StageCosts.uniform(4)) == order
+    placement = p.block(4, 2)
+    order = p.gpipe(placement, 4)
+    assert p.joined_gradients(order, placement, p.StageCosts.uniform(4)) == order
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -69,15 +57,15 @@ def test_no_step_is_longer(seed):
     chance = random.Random(seed)
     ranks, batches = chance.choice((2, 4)), 4
     stages = ranks * chance.choice((2, 3))
-    placement = modulo(stages, ranks)
-    costs = StageCosts(*(tuple(chance.choice((1.0, 2.0, 3.0)) for _ in range(stages)) for _ in range(3)))
+    placement = p.modulo(stages, ranks)
+    costs = p.StageCosts(*(tuple(chance.choice((1.0, 2.0, 3.0)) for _ in range(stages)) for _ in range(3)))
     hops = chance.choice((0.0, 0.5, 2.0))
     for order in (
-        fastest_list_schedule(placement, batches, costs, hops=hops, first_output_gradient=True),
-        interleaved_zero_bubble(placement, batches, first_output_gradient=True),
+        p.fastest_list_schedule(placement, batches, costs, hops=hops, first_output_gradient=True),
+        p.interleaved_zero_bubble(placement, batches, first_output_gradient=True),
     ):
-        joined = joined_gradients(order, placement, costs, hops=hops)
-        before, after = (simulate_pipeline(one, placement, costs, hops=hops) for one in (order, joined))
+        joined = p.joined_gradients(order, placement, costs, hops=hops)
+        before, after = (p.simulate_pipeline(one, placement, costs, hops=hops) for one in (order, joined))
         assert after.makespan_ms <= before.makespan_ms
         assert after.peak_bytes <= before.peak_bytes
         assert [sorted(map(str, lane.tasks)) for lane in joined.lanes] == [

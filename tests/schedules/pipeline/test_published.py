@@ -3,34 +3,14 @@
 import pytest
 
 from retime.schedules import Kind, Schedule, Task
-from retime.schedules.pipeline import (
-    GREEDY,
-    Placement,
-    StageCosts,
-    block,
-    fast_forwarded,
-    gpipe,
-    interleaved,
-    interleaved_zero_bubble,
-    list_schedule,
-    modulo,
-    one_forward_one_backward,
-    ooo_pipe1,
-    ooo_pipe2,
-    simulate_pipeline,
-    v_shape,
-    validate_pipeline,
-    weight_stashing,
-    zb_h1,
-    zbv,
-)
+from retime.schedules import pipeline as p
 from retime.schedules.pipeline.placement import rank_schedule
 
 NAMES = {
-    "GPipe": gpipe,
-    "Interleaved1F1B": interleaved,
-    "InterleavedZeroBubble": interleaved_zero_bubble,
-    "ZBVZeroBubble": zbv,
+    "GPipe": p.gpipe,
+    "Interleaved1F1B": p.interleaved,
+    "InterleavedZeroBubble": p.interleaved_zero_bubble,
+    "ZBVZeroBubble": p.zbv,
 }
 SHAPES = [
     pytest.param(
@@ -57,19 +37,19 @@ def torch_schedule(name, ranks, micro_batches, chunks):
             kinds = {"F": "F", "I": "O", "W": "W", "B": "WO"}[letter]
             tasks += [Task(Kind(kind), action.stage_index + 1, action.microbatch_index) for kind in kinds]
         lanes.append(tasks)
-    return rank_schedule(lanes), Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
+    return rank_schedule(lanes), p.Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
 
 
 @pytest.mark.parametrize(("name", "ranks", "micro_batches", "chunks"), SHAPES)
 def test_as_torch_orders_them(name, ranks, micro_batches, chunks):
     theirs, placement = torch_schedule(name, ranks, micro_batches, chunks)
     ours = NAMES[name](placement, micro_batches, first_output_gradient=True)
-    validate_pipeline(ours, placement, micro_batches)
+    p.validate_pipeline(ours, placement, micro_batches)
     for forward_ms, output_ms, weight_ms, hop_ms in ((1, 1, 1, 0), (1, 1, 1, 0.5), (2, 3, 1, 0.25)):
         stages = placement.stages
-        costs = StageCosts((forward_ms,) * stages, (output_ms,) * stages, (weight_ms,) * stages)
-        a = simulate_pipeline(ours, placement, costs, hops=hop_ms)
-        b = simulate_pipeline(theirs, placement, costs, hops=hop_ms)
+        costs = p.StageCosts((forward_ms,) * stages, (output_ms,) * stages, (weight_ms,) * stages)
+        a = p.simulate_pipeline(ours, placement, costs, hops=hop_ms)
+        b = p.simulate_pipeline(theirs, placement, costs, hops=hop_ms)
         assert (a.makespan_ms, a.peak_activations) == (b.makespan_ms, b.peak_activations)
 
 
@@ -80,31 +60,31 @@ def test_extra_time_over_ideal(ranks, rounds, chunks):
     """The closed forms, where the F, O and W that a rank has of one micro-batch take the same time each."""
     stages, micro_batches = ranks * chunks, ranks * rounds
     ideal, fill_ms = 3 * chunks * micro_batches, (ranks - 1) * chunks
-    blocks, dealt = block(stages, ranks), modulo(stages, ranks)
-    uniform = StageCosts.uniform(stages)
+    blocks, dealt = p.block(stages, ranks), p.modulo(stages, ranks)
+    uniform = p.StageCosts.uniform(stages)
 
     def extra(schedule, placement):
-        return simulate_pipeline(schedule, placement, uniform).makespan_ms - ideal
+        return p.simulate_pipeline(schedule, placement, uniform).makespan_ms - ideal
 
     def of(order, placement):
         return extra(order(placement, micro_batches, first_output_gradient=True), placement)
 
-    assert of(gpipe, blocks) == 3 * fill_ms
-    assert of(one_forward_one_backward, blocks) == 3 * fill_ms
-    assert of(interleaved, dealt) == 3 * fill_ms / chunks
-    assert of(zb_h1, blocks) == fill_ms
-    assert of(ooo_pipe1, blocks) == 2 * fill_ms
-    flush = ooo_pipe2(stages, ranks, micro_batches, first_output_gradient=True)
-    greedy = ooo_pipe2(stages, ranks, micro_batches, rule=GREEDY, first_output_gradient=True)
+    assert of(p.gpipe, blocks) == 3 * fill_ms
+    assert of(p.one_forward_one_backward, blocks) == 3 * fill_ms
+    assert of(p.interleaved, dealt) == 3 * fill_ms / chunks
+    assert of(p.zb_h1, blocks) == fill_ms
+    assert of(p.ooo_pipe1, blocks) == 2 * fill_ms
+    flush = p.ooo_pipe2(stages, ranks, micro_batches, first_output_gradient=True)
+    greedy = p.ooo_pipe2(stages, ranks, micro_batches, rule=p.GREEDY, first_output_gradient=True)
     assert extra(flush, dealt) == 2 * fill_ms / chunks
     assert extra(greedy, dealt) == fill_ms / chunks
 
 
 def test_one_forward_one_backward_bounds_the_activations_by_the_ranks():
-    placement = block(4, 4)
-    peaks = simulate_pipeline(one_forward_one_backward(placement, 12), placement, StageCosts.uniform(4))
-    assert peaks.peak_activations == (4, 3, 2, 1)
-    assert simulate_pipeline(zb_h1(placement, 12), placement, StageCosts.uniform(4)).peak_activations == (4, 4, 4, 4)
+    placement = p.block(4, 4)
+    for order, peaks in ((p.one_forward_one_backward, (4, 3, 2, 1)), (p.zb_h1, (4, 4, 4, 4))):
+        ran = p.simulate_pipeline(order(placement, 12), placement, p.StageCosts.uniform(4))
+        assert ran.peak_activations == peaks
 
 
 TABLE = {  # with O1, hop 0 and hop 0.5, and the peak of live layers: F, O and W take one unit a layer
@@ -132,20 +112,20 @@ TABLE = {  # with O1, hop 0 and hop 0.5, and the peak of live layers: F, O and W
 def test_table_of_makespans(shape, name):
     ranks, layers, micro_batches = shape
     published = {
-        "gpipe": gpipe,
-        "interleaved": interleaved,
-        "interleaved_zero_bubble": interleaved_zero_bubble,
-        "zbv": zbv,
+        "gpipe": p.gpipe,
+        "interleaved": p.interleaved,
+        "interleaved_zero_bubble": p.interleaved_zero_bubble,
+        "zbv": p.zbv,
     }
-    placement = {"gpipe": block, "zbv": v_shape}.get(name, modulo)(layers, ranks)
+    placement = {"gpipe": p.block, "zbv": p.v_shape}.get(name, p.modulo)(layers, ranks)
     times, peaks = [], []
     for hop_ms in (0, 0.5):
         if name in published:
             schedule = published[name](placement, micro_batches, first_output_gradient=True)
         else:
-            rule = {"rule": GREEDY} if name == "greedy" else {}
-            schedule = ooo_pipe2(layers, ranks, micro_batches, hops=hop_ms, first_output_gradient=True, **rule)
-        ran = simulate_pipeline(schedule, placement, StageCosts.uniform(layers), hops=hop_ms)
+            rule = {"rule": p.GREEDY} if name == "greedy" else {}
+            schedule = p.ooo_pipe2(layers, ranks, micro_batches, hops=hop_ms, first_output_gradient=True, **rule)
+        ran = p.simulate_pipeline(schedule, placement, p.StageCosts.uniform(layers), hops=hop_ms)
         times.append(ran.makespan_ms)
         peaks.append(max(ran.peak_activations))
     assert (*times, max(peaks)) == TABLE[shape][name]
@@ -157,46 +137,46 @@ def in_order(schedule, rank):
 
 @pytest.mark.parametrize(
     ("publish", "placement"),
-    [(gpipe, block(8, 4)), (one_forward_one_backward, block(8, 4)), (interleaved, modulo(8, 4))],
+    [(p.gpipe, p.block(8, 4)), (p.one_forward_one_backward, p.block(8, 4)), (p.interleaved, p.modulo(8, 4))],
 )
 @pytest.mark.parametrize("hops", [0.0, 0.3])
 def test_fast_forwarding_alone_keeps_the_order_of_f_and_o(publish, placement, hops):
-    costs = StageCosts.uniform(8)
+    costs = p.StageCosts.uniform(8)
     given = publish(placement, 8, first_output_gradient=True)
-    found = fast_forwarded(given, placement, 8, costs=costs, hops=hops, first_output_gradient=True)
-    validate_pipeline(found, placement, 8)
+    found = p.fast_forwarded(given, placement, 8, costs=costs, hops=hops, first_output_gradient=True)
+    p.validate_pipeline(found, placement, 8)
     assert all(in_order(found, rank) == in_order(given, rank) for rank in range(4))
-    plain, forwarded = (simulate_pipeline(order, placement, costs, hops=hops).makespan_ms for order in (given, found))
+    plain, forwarded = (p.simulate_pipeline(order, placement, costs, hops=hops).makespan_ms for order in (given, found))
     assert forwarded < plain
 
 
 def test_fast_forwarding_of_gpipe_is_ooo_pipe1():
     """Figure 6 (b)."""
-    placement = block(8, 2)
-    found = fast_forwarded(gpipe(placement, 2), placement, 2)
-    assert simulate_pipeline(found, placement, StageCosts.uniform(8)).makespan_ms == 30
+    placement = p.block(8, 2)
+    found = p.fast_forwarded(p.gpipe(placement, 2), placement, 2)
+    assert p.simulate_pipeline(found, placement, p.StageCosts.uniform(8)).makespan_ms == 30
 
 
 def test_an_order_that_cannot_run_is_refused():
-    placement = block(4, 2)
+    placement = p.block(4, 2)
     backwards = "rank0: O2@0 F1@0 F2@0\nrank1: F3@0 F4@0 O4@0 O3@0"
     without_o3 = "rank0: F1@0 F2@0\nrank1: F3@0 F4@0 O4@0"
     for text in (backwards, without_o3, "rank0: F1@0 F2@0 O2@0\nrank1: F3@1 F4@0"):
         with pytest.raises(ValueError, match="in_order cannot run"):
-            fast_forwarded(Schedule.parse(text), placement, 1)
+            p.fast_forwarded(Schedule.parse(text), placement, 1)
     with pytest.raises(ValueError, match="leave out cap and rule"):
-        list_schedule(placement, 1, StageCosts.uniform(4), cap=8, in_order=gpipe(placement, 1))
+        p.list_schedule(placement, 1, p.StageCosts.uniform(4), cap=8, in_order=p.gpipe(placement, 1))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 def test_weight_stashing_is_never_drained(micro_batches):
     """Nobody is idle where stages are even and messages free; else the slowest rank decides."""
-    even = weight_stashing(block(8, 4), micro_batches, StageCosts.uniform(8))
+    even = p.weight_stashing(p.block(8, 4), micro_batches, p.StageCosts.uniform(8))
     assert even.step_ms == 3 * 2 * micro_batches
     assert even.versions == (4, 3, 2, 1)
-    uneven = weight_stashing(block(9, 4), micro_batches, StageCosts.uniform(9))
+    uneven = p.weight_stashing(p.block(9, 4), micro_batches, p.StageCosts.uniform(9))
     assert uneven.step_ms == 3 * 3 * micro_batches
-    flushed = one_forward_one_backward(block(8, 4), micro_batches, first_output_gradient=True)
-    assert even.step_ms < simulate_pipeline(flushed, block(8, 4), StageCosts.uniform(8)).makespan_ms
-    far = weight_stashing(block(8, 4), micro_batches, StageCosts.uniform(8), hops=4.0)
+    flushed = p.one_forward_one_backward(p.block(8, 4), micro_batches, first_output_gradient=True)
+    assert even.step_ms < p.simulate_pipeline(flushed, p.block(8, 4), p.StageCosts.uniform(8)).makespan_ms
+    far = p.weight_stashing(p.block(8, 4), micro_batches, p.StageCosts.uniform(8), hops=4.0)
     assert far.step_ms > even.step_ms

@@ -4,58 +4,44 @@ import random
 
 import pytest
 
-from retime.schedules.pipeline import (
-    FLUSH,
-    GREEDY,
-    StageCosts,
-    block,
-    fastest_list_schedule,
-    gpipe,
-    interleaved_zero_bubble,
-    list_schedule,
-    modulo,
-    simulate_pipeline,
-    v_shape,
-    validate_pipeline,
-    zbv,
-)
+from retime.schedules import pipeline as p
 
 
 def placements(stages, ranks):
     """Blocks, groups of all sizes dealt out in turn, and a V."""
     groups = range(1, -(-stages // ranks) + 1) if ranks > 1 else ()
-    dealt = [modulo(stages, ranks, group=group) for group in groups if group * (ranks - 1) < stages]
-    return [block(stages, ranks), *dealt, *([v_shape(stages, ranks)] if ranks > 1 and stages >= 2 * ranks else [])]
+    dealt = [p.modulo(stages, ranks, group=group) for group in groups if group * (ranks - 1) < stages]
+    return [p.block(stages, ranks), *dealt, *([p.v_shape(stages, ranks)] if ranks > 1 and stages >= 2 * ranks else [])]
 
 
 def ours(placement, micro_batches, **options):
     """Milliseconds of the fastest list schedule where F, O and W of a stage take one, and O1 is run."""
-    costs, hops = StageCosts.uniform(placement.stages), options.get("hops", 0.0)
-    schedule = fastest_list_schedule(placement, micro_batches, costs, first_output_gradient=True, **options)
-    validate_pipeline(schedule, placement, micro_batches)
-    ran = simulate_pipeline(schedule, placement, costs, hops=hops)
+    costs, hops = p.StageCosts.uniform(placement.stages), options.get("hops", 0.0)
+    schedule = p.fastest_list_schedule(placement, micro_batches, costs, first_output_gradient=True, **options)
+    p.validate_pipeline(schedule, placement, micro_batches)
+    ran = p.simulate_pipeline(schedule, placement, costs, hops=hops)
     assert max(ran.peak_bytes) <= options.get("cap", micro_batches * placement.stages)
     return ran.makespan_ms
 
 
 def published(order, placement, micro_batches, hops=0.0):
     schedule = order(placement, micro_batches, first_output_gradient=True)
-    return simulate_pipeline(schedule, placement, StageCosts.uniform(placement.stages), hops=hops).makespan_ms
+    return p.simulate_pipeline(schedule, placement, p.StageCosts.uniform(placement.stages), hops=hops).makespan_ms
 
 
 @pytest.mark.parametrize("hop_ms", [0, 0.5])
 def test_four_ranks(hop_ms):
     best = min(ours(placement, 4, hops=hop_ms) for placement in placements(16, 4))
-    assert published(zbv, v_shape(16, 4), 4, hop_ms) / best >= 1.10
-    assert published(interleaved_zero_bubble, modulo(16, 4), 4, hop_ms) / best >= 1.0
-    assert published(gpipe, block(16, 4), 4, hop_ms) / best >= 1.48
+    assert published(p.zbv, p.v_shape(16, 4), 4, hop_ms) / best >= 1.10
+    assert published(p.interleaved_zero_bubble, p.modulo(16, 4), 4, hop_ms) / best >= 1.0
+    assert published(p.gpipe, p.block(16, 4), 4, hop_ms) / best >= 1.48
 
 
 @pytest.mark.parametrize(
     ("hop_ms", "zbv_ms", "ours_ms"), [(0, 206, 205), pytest.param(0.5, 222.5, 216.5, marks=pytest.mark.long)]
 )
 def test_eight_ranks_at_the_memory_of_zbv(hop_ms, zbv_ms, ours_ms):
-    assert published(zbv, v_shape(32, 8), 16, hop_ms) == zbv_ms
+    assert published(p.zbv, p.v_shape(32, 8), 16, hop_ms) == zbv_ms
     assert min(ours(placement, 16, hops=hop_ms, cap=32) for placement in placements(32, 8)) == ours_ms
 
 
@@ -65,7 +51,7 @@ def test_eight_ranks_at_more_memory():
     assert min(ours(placement, 16, cap=36) for placement in placements(32, 8)) == 199
     assert min(ours(placement, 16, cap=51) for placement in placements(32, 8)) == 199
     apart = min(ours(placement, 16, cap=51, hops=0.5) for placement in placements(32, 8))
-    assert published(zbv, v_shape(32, 8), 16, 0.5) / apart >= 1.08
+    assert published(p.zbv, p.v_shape(32, 8), 16, 0.5) / apart >= 1.08
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -75,33 +61,33 @@ def test_random_models(seed):
     stages = chance.randint(ranks, 10)
     micro_batches = chance.randint(1, 8)
     times = [[chance.choice((0.5, 1, 2)) for _ in range(stages)] for _ in range(3)]
-    costs = StageCosts(*map(tuple, times), tuple(chance.choice((1, 3)) for _ in range(stages)))
+    costs = p.StageCosts(*map(tuple, times), tuple(chance.choice((1, 3)) for _ in range(stages)))
     cap = chance.choice((None, sum(costs.activation_bytes)))
     hops = chance.choice((0, 0.3))
     for placement in placements(stages, ranks):
-        schedule = fastest_list_schedule(placement, micro_batches, costs, hops=hops, cap=cap)
-        validate_pipeline(schedule, placement, micro_batches)
-        assert schedule == fastest_list_schedule(placement, micro_batches, costs, hops=hops, cap=cap)
-        ran = simulate_pipeline(schedule, placement, costs, hops=hops)
+        schedule = p.fastest_list_schedule(placement, micro_batches, costs, hops=hops, cap=cap)
+        p.validate_pipeline(schedule, placement, micro_batches)
+        assert schedule == p.fastest_list_schedule(placement, micro_batches, costs, hops=hops, cap=cap)
+        ran = p.simulate_pipeline(schedule, placement, costs, hops=hops)
         assert cap is None or max(ran.peak_bytes) <= cap
-        for rule in (GREEDY, FLUSH) if cap is None else (GREEDY,):
-            _, alone_ms = list_schedule(placement, micro_batches, costs, hops=hops, cap=cap, rule=rule)
+        for rule in (p.GREEDY, p.FLUSH) if cap is None else (p.GREEDY,):
+            _, alone_ms = p.list_schedule(placement, micro_batches, costs, hops=hops, cap=cap, rule=rule)
             assert ran.makespan_ms <= alone_ms * (1 + 1e-9)
 
 
 def test_coarser_groups_where_messages_are_dear():
     """Section 8.4.1: at 10 Gb/s two transformers a group."""
     groups = range(1, 7)
-    near, far = ([ours(modulo(24, 4, group=group), 8, hops=hop_ms) for group in groups] for hop_ms in (0.05, 1.8))
+    near, far = ([ours(p.modulo(24, 4, group=group), 8, hops=hop_ms) for group in groups] for hop_ms in (0.05, 1.8))
     assert near.index(min(near)) == 0
     assert far.index(min(far)) > 0
 
 
 def test_refusals():
-    costs = StageCosts.uniform(8)
+    costs = p.StageCosts.uniform(8)
     with pytest.raises(ValueError, match=r"cap=3 on rank 0 .* least feasible cap is 4 on this rank"):
-        fastest_list_schedule(block(8, 2), 4, costs, cap=3)
+        p.fastest_list_schedule(p.block(8, 2), 4, costs, cap=3)
     with pytest.raises(ValueError, match="cap has 3 entries for 2 ranks"):
-        fastest_list_schedule(block(8, 2), 4, costs, cap=(8, 8, 8))
+        p.fastest_list_schedule(p.block(8, 2), 4, costs, cap=(8, 8, 8))
     with pytest.raises(ValueError, match="micro_batches=0"):
-        fastest_list_schedule(block(8, 2), 0, costs)
+        p.fastest_list_schedule(p.block(8, 2), 0, costs)

@@ -3,52 +3,36 @@
 import pytest
 
 from retime.schedules import Schedule, ScheduleError
-from retime.schedules.pipeline import (
-    block,
-    from_csv,
-    gpipe,
-    interleaved,
-    interleaved_zero_bubble,
-    modulo,
-    one_forward_one_backward,
-    ooo_pipe1,
-    ooo_pipe2,
-    placement_of,
-    synchronised,
-    to_csv,
-    v_shape,
-    zb_h1,
-    zbv,
-)
+from retime.schedules import pipeline as p
 
 O1 = {"first_output_gradient": True}
-BLOCK, MODULO, V = block(3, 3), modulo(6, 3), v_shape(6, 3)
+BLOCK, MODULO, V = p.block(3, 3), p.modulo(6, 3), p.v_shape(6, 3)
 SCHEDULES = {
-    "gpipe": (BLOCK, gpipe(BLOCK, 4, **O1)),
-    "1f1b": (BLOCK, one_forward_one_backward(BLOCK, 5, **O1)),
-    "zb_h1": (BLOCK, zb_h1(BLOCK, 5, **O1)),
-    "interleaved": (MODULO, interleaved(MODULO, 6, **O1)),
-    "interleaved_zero_bubble": (MODULO, interleaved_zero_bubble(MODULO, 6, **O1)),
-    "zbv": (V, zbv(V, 6, **O1)),
-    "ooo1": (block(6, 3), ooo_pipe1(block(6, 3), 4, **O1)),
-    "ooo2": (MODULO, ooo_pipe2(6, 3, 4, **O1)),
+    "gpipe": (BLOCK, p.gpipe(BLOCK, 4, **O1)),
+    "1f1b": (BLOCK, p.one_forward_one_backward(BLOCK, 5, **O1)),
+    "zb_h1": (BLOCK, p.zb_h1(BLOCK, 5, **O1)),
+    "interleaved": (MODULO, p.interleaved(MODULO, 6, **O1)),
+    "interleaved_zero_bubble": (MODULO, p.interleaved_zero_bubble(MODULO, 6, **O1)),
+    "zbv": (V, p.zbv(V, 6, **O1)),
+    "ooo1": (p.block(6, 3), p.ooo_pipe1(p.block(6, 3), 4, **O1)),
+    "ooo2": (MODULO, p.ooo_pipe2(6, 3, 4, **O1)),
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_read_back_as_it_was(name):
     placement, schedule = SCHEDULES[name]
-    text = to_csv(schedule)
+    text = p.to_csv(schedule)
     assert len(text.splitlines()) == 3
-    assert from_csv(text) == schedule
-    assert placement_of(schedule) == placement
+    assert p.from_csv(text) == schedule
+    assert p.placement_of(schedule) == placement
 
 
 def test_what_a_first_stage_leaves_out_is_a_full_backward_pass():
-    text = to_csv(gpipe(block(2, 2), 2))
+    text = p.to_csv(p.gpipe(p.block(2, 2), 2))
     assert text == "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"
-    assert from_csv(text) == gpipe(block(2, 2), 2, **O1)
-    assert to_csv(Schedule.parse("rank0: F1 W1\nrank1: F2 W2 O2")) == "0F0,0B0\n1F0,1B0\n"
+    assert p.from_csv(text) == p.gpipe(p.block(2, 2), 2, **O1)
+    assert p.to_csv(Schedule.parse("rank0: F1 W1\nrank1: F2 W2 O2")) == "0F0,0B0\n1F0,1B0\n"
 
 
 def test_bubbles_messages_and_overlapped_passes_are_understood():
@@ -56,14 +40,14 @@ def test_bubbles_messages_and_overlapped_passes_are_understood():
         "0UNSHARD,0F0,0SEND_F0,,0F1,0SEND_F1,0RECV_B0,0I0,0W0, 0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD\r\n"
         ",1RECV_F0,1F0,1RECV_F1,(1F1;1B0)OVERLAP_F_B,1SEND_B0,1B1,1SEND_B1,\r\n\r\n"
     )
-    schedule = from_csv(text)
+    schedule = p.from_csv(text)
     assert str(schedule) == "rank0: F1@0 F1@1 O1@0 W1@0 W1@1 O1@1\nrank1: F2@0 F2@1 W2@0 O2@0 W2@1 O2@1"
-    assert to_csv(schedule) == "0F0,0F1,0I0,0W0,0B1\n1F0,1F1,1B0,1B1\n"
+    assert p.to_csv(schedule) == "0F0,0F1,0I0,0W0,0B1\n1F0,1F1,1B0,1B1\n"
 
 
 def test_a_cell_that_cannot_be_read_is_shown_where_it_stands():
     with pytest.raises(ScheduleError) as caught:
-        from_csv("0F0,0B0\n1F0,,1X0,1B0\n")
+        p.from_csv("0F0,0B0\n1F0,,1X0,1B0\n")
     assert str(caught.value) == (
         "row 2, cell 3: cannot read '1X0': an action is a stage from 0, one of F, I, W and B, and a micro-batch from "
         "0, such as 2F0\n"
@@ -96,7 +80,7 @@ def test_a_cell_that_cannot_be_read_is_shown_where_it_stands():
 )
 def test_orders_that_cannot_run(text, says):
     with pytest.raises(ScheduleError) as caught:
-        from_csv(text)
+        p.from_csv(text)
     assert says in str(caught.value)
 
 
@@ -114,11 +98,11 @@ def test_orders_that_cannot_run(text, says):
 )
 def test_what_torch_has_no_word_for(text, says):
     with pytest.raises(ScheduleError) as caught:
-        to_csv(Schedule.parse(text))
+        p.to_csv(Schedule.parse(text))
     assert says in str(caught.value)
 
 
 def test_links_between_replicas_have_no_row():
-    schedule = synchronised(gpipe(block(2, 2), 2), block(2, 2))
+    schedule = p.synchronised(p.gpipe(p.block(2, 2), 2), p.block(2, 2))
     with pytest.raises(ScheduleError, match="stands where 'rank2' belongs"):
-        to_csv(schedule)
+        p.to_csv(schedule)

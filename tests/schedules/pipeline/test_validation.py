@@ -3,24 +3,13 @@
 import pytest
 
 from retime.schedules import Schedule, ScheduleError
-from retime.schedules.pipeline import (
-    block,
-    gpipe,
-    interleaved,
-    interleaved_zero_bubble,
-    modulo,
-    one_forward_one_backward,
-    v_shape,
-    validate_pipeline,
-    zb_h1,
-    zbv,
-)
+from retime.schedules import pipeline as p
 
 GOOD = "rank0: F1@0 F1@1 W1@0 W1@1\nrank1: F2@0 O2@0 F2@1 O2@1 W2@0 W2@1"
 
 
 def test_a_good_one():
-    validate_pipeline(Schedule.parse(GOOD), block(2, 2), 2)
+    p.validate_pipeline(Schedule.parse(GOOD), p.block(2, 2), 2)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +33,7 @@ def test_mistakes(old, new, says):
     if "circle" in says:
         text = text.replace("F2@0 O2@0 F2@1 O2@1", "F2@0 F2@1 O2@0 O2@1")
     with pytest.raises(ScheduleError) as caught:
-        validate_pipeline(Schedule.parse(text), block(2, 2), 2)
+        p.validate_pipeline(Schedule.parse(text), p.block(2, 2), 2)
     assert says in str(caught.value)
     assert "missing" in says or "<-- ERROR HERE" in str(caught.value)
 
@@ -52,15 +41,15 @@ def test_mistakes(old, new, says):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: gpipe(modulo(4, 2), 2), r"GPipe needs consecutive stages .*block\(\)"),
-        (lambda: gpipe(block(4, 2), 0), "micro_batches=0: give 1 or more"),
-        (lambda: one_forward_one_backward(v_shape(4, 2), 2), "1F1B needs consecutive stages"),
-        (lambda: zb_h1(modulo(4, 2), 2), "ZB-H1 needs consecutive stages"),
-        (lambda: interleaved(v_shape(4, 2), 2), r"dealt out in turn: use modulo\(\)"),
-        (lambda: interleaved(modulo(4, 2), 5), "micro_batches=5 do not fill 2 rounds.*such as 4"),
-        (lambda: interleaved_zero_bubble(modulo(5, 2), 2), r"use modulo\(\) with a group size that divides"),
-        (lambda: zbv(modulo(4, 2), 2), r"ZBV needs two chunks a rank.*v_shape\(\)"),
-        (lambda: zbv(block(2, 1), 2), "ZBV needs at least 2 ranks"),
+        (lambda: p.gpipe(p.modulo(4, 2), 2), r"GPipe needs consecutive stages .*block\(\)"),
+        (lambda: p.gpipe(p.block(4, 2), 0), "micro_batches=0: give 1 or more"),
+        (lambda: p.one_forward_one_backward(p.v_shape(4, 2), 2), "1F1B needs consecutive stages"),
+        (lambda: p.zb_h1(p.modulo(4, 2), 2), "ZB-H1 needs consecutive stages"),
+        (lambda: p.interleaved(p.v_shape(4, 2), 2), r"dealt out in turn: use modulo\(\)"),
+        (lambda: p.interleaved(p.modulo(4, 2), 5), "micro_batches=5 do not fill 2 rounds.*such as 4"),
+        (lambda: p.interleaved_zero_bubble(p.modulo(5, 2), 2), r"use modulo\(\) with a group size that divides"),
+        (lambda: p.zbv(p.modulo(4, 2), 2), r"ZBV needs two chunks a rank.*v_shape\(\)"),
+        (lambda: p.zbv(p.block(2, 1), 2), "ZBV needs at least 2 ranks"),
     ],
 )
 def test_placements_that_a_schedule_cannot_use(make, says):

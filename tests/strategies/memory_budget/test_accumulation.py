@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import BATCH, CLASSES, FEATURES, SMALL, Net, assert_close, fit, report_of
+from support.memory_budget import BATCH, CLASSES, FEATURES, SMALL, Net, assert_close, fit, fit_both, report_of
 
 pytestmark = support.IGNORED
 
@@ -46,10 +46,8 @@ def late() -> DataLoader[Any]:
 
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_a_first_part_without_a_loss(splits: None, accumulated: int) -> None:
-    plain, ours = Skips(), Skips()
-    fit(plain, data=late(), accumulate_grad_batches=accumulated)
-    done = fit(ours, MemoryBudgetStrategy(SMALL), data=late(), accumulate_grad_batches=accumulated)
-    assert report_of(done).sub_batches > report_of(done).steps == 3
+    plain, ours, report = fit_both(Skips, SMALL, late(), accumulate_grad_batches=accumulated)
+    assert report.sub_batches > report.steps == 3
     assert_close(plain, ours)
     assert not any(ours.graphs)
 
@@ -63,11 +61,9 @@ class AccumulatesLater(Callback):
 
 def test_accumulation_that_begins_later(offloads: None) -> None:
     """From then on gradients are there all the time, which takes another plan; the first one holds again afterwards."""
-    plain, ours = Net(), Net()
-    fit(plain, callbacks=[AccumulatesLater()], max_epochs=3)
-    done = fit(ours, MemoryBudgetStrategy(SMALL), callbacks=[AccumulatesLater()], max_epochs=3)
+    plain, ours, report = fit_both(Net, SMALL, callbacks=[AccumulatesLater()], max_epochs=3)
     assert_close(plain, ours, 0)
-    choices = [shape.choice for shape in report_of(done).shapes]
+    choices = [shape.choice for shape in report.shapes]
     always = fit(Net(), MemoryBudgetStrategy(SMALL), accumulate_grad_batches=3)
     (expected,) = (shape.choice for shape in report_of(always).shapes)
     assert len(choices) == 2

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
+from support.memory_budget import SMALL, Net, assert_close, assert_same, assert_way, fit, fit_both, loader, report_of
 
 pytestmark = support.IGNORED
 
@@ -147,8 +147,6 @@ class EditsHarmlessly(Net):
 
 
 def test_allowed_edits_give_the_same_numbers(way: str) -> None:
-    plain, ours = EditsHarmlessly(), EditsHarmlessly()
-    fit(plain)
-    done = fit(ours, MemoryBudgetStrategy(SMALL))
-    assert_way(report_of(done), way)
+    plain, ours, report = fit_both(EditsHarmlessly, SMALL)
+    assert_way(report, way)
     assert_same(plain, ours, way)

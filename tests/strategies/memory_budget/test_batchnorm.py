@@ -10,17 +10,15 @@ import torch
 from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import SMALL, TINY, Net, assert_close, fit, loader, norm, report_of
+from support.memory_budget import SMALL, TINY, Net, assert_close, fit, fit_both, loader, norm, report_of
 
 pytestmark = support.IGNORED
 
 
 def test_batch_norm_offloads_only(splits: None) -> None:
-    plain, ours = Net(norm), Net(norm)
-    fit(plain)
-    done = fit(ours, MemoryBudgetStrategy(SMALL))
-    assert report_of(done).sub_batches == 3
-    assert report_of(done).offload.storages > 0
+    plain, ours, report = fit_both(lambda: Net(norm), SMALL)
+    assert report.sub_batches == 3
+    assert report.offload.storages > 0
     assert_close(plain, ours, 0)
 
 

@@ -76,16 +76,15 @@ class Recomputed(Model):
         return checkpoint(self.net, inputs, use_reentrant=False)
 
 
-def module(backend: Backend) -> Model:
-    model = Model()
-    model.net = torch.compile(model.net, backend=backend)
-    return model
+def compiling(part: str, kind: type[Model] = Model, **options: Any) -> Callable[[Backend], Model]:
+    """How to make a model of which this attribute is compiled."""
 
+    def make(backend: Backend) -> Model:
+        model = kind()
+        setattr(model, part, torch.compile(getattr(model, part), backend=backend, **options))
+        return model
 
-def whole_graph(backend: Backend) -> Model:
-    model = Model()
-    model.net = torch.compile(model.net, backend=backend, fullgraph=True)
-    return model
+    return make
 
 
 def in_place(backend: Backend) -> Model:
@@ -101,46 +100,25 @@ def nested(backend: Backend) -> Model:
     return model
 
 
-def loss_function(backend: Backend) -> Model:
-    model = Model()
-    model.loss = torch.compile(mse_loss, backend=backend)
-    return model
-
-
-def forward(backend: Backend) -> Model:
-    model = Model()
-    model.forward = torch.compile(model.forward, backend=backend)
-    return model
-
-
-def lightning_module(backend: Backend) -> Any:
-    return torch.compile(Model(), backend=backend)
-
-
 def lightning_module_in_place(backend: Backend) -> Model:
     model = Model()
     model.compile(backend=backend)
     return model
 
 
-def recomputed(backend: Backend) -> Model:
-    model = Recomputed()
-    model.net = torch.compile(model.net, backend=backend)
-    return model
-
-
-FORMS = [
-    (module, None),
-    (module, aot_eager),  # traces the backward pass too
-    (whole_graph, None),
-    (in_place, None),
-    (nested, None),
-    (loss_function, None),
-    (forward, None),
-    (lightning_module, None),
-    (lightning_module_in_place, None),
-    (recomputed, aot_eager),
-]
+module = compiling("net")
+FORMS = {
+    "module": (module, None),
+    "module and backward pass": (module, aot_eager),
+    "whole graph": (compiling("net", fullgraph=True), None),
+    "in place": (in_place, None),
+    "nested": (nested, None),
+    "loss function": (compiling("loss"), None),
+    "forward": (compiling("forward"), None),
+    "lightning module": (lambda backend: torch.compile(Model(), backend=backend), None),
+    "lightning module in place": (lightning_module_in_place, None),
+    "recomputed": (compiling("net", Recomputed), aot_eager),
+}
 TIGHT = [_OffloadsEverything, SplitsEverything]
 
 
@@ -164,8 +142,9 @@ def weights(model: Any) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize(("make", "compiler"), FORMS)
-def test_a_budget_that_is_roomy_runs_compiled_code_as_plain_steps_do(make: Any, compiler: Any) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_budget_that_is_roomy_runs_compiled_code_as_plain_steps_do(form: str) -> None:
+    make, compiler = FORMS[form]
     plain, ours = Backend(compiler), Backend(compiler)
     reference = fit(make, plain, "auto")
     torch._dynamo.reset()
@@ -175,9 +154,10 @@ def test_a_budget_that_is_roomy_runs_compiled_code_as_plain_steps_do(make: Any, 
     assert torch.equal(weights(model), weights(reference))
 
 
-@pytest.mark.parametrize(("make", "compiler"), [(module, None), (loss_function, None), (recomputed, aot_eager)])
+@pytest.mark.parametrize("form", ["module", "loss function", "recomputed"])
 @pytest.mark.parametrize("strategy", TIGHT)
-def test_a_budget_that_is_tight_says_that_it_runs_uncompiled_code(make: Any, compiler: Any, strategy: Any) -> None:
+def test_a_budget_that_is_tight_says_that_it_runs_uncompiled_code(form: str, strategy: Any) -> None:
+    make, compiler = FORMS[form]
     plain, ours = Backend(compiler), Backend(compiler)
     reference = fit(make, plain, "auto")
     torch._dynamo.reset()

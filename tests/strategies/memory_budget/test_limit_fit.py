@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from retime.strategies import MemoryBudgetStrategy
-from support.memory_budget import IGNORED, SMALL, Net, fit
+from support.memory_budget import IGNORED, SMALL, Net, fit_both
 from support.paths import PYTHONPATH, SUPPORT, TESTS
 from support.warm_start import run_program
 
@@ -71,12 +70,10 @@ class Watched(Net):
 
 
 def test_batches_go_when_their_step_has_ended(splits: None) -> None:
-    plain, ours = Watched(), Watched()
     gc.collect()
     gc.disable()
     try:
-        fit(plain)
-        fit(ours, MemoryBudgetStrategy(SMALL))
+        plain, ours, _ = fit_both(Watched, SMALL)
     finally:
         gc.enable()
     assert ours.left == plain.left

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import retime.mechanisms.memory_budget.plans as batch_plans
 import retime.mechanisms.memory_budget.plans as plan_book
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
@@ -21,7 +20,17 @@ from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import CLASSES, FEATURES, OFFLOAD_LATER, Net, assert_close, assert_same, fit, report_of
+from support.memory_budget import (
+    CLASSES,
+    FEATURES,
+    OFFLOAD_LATER,
+    Net,
+    assert_close,
+    assert_same,
+    fit,
+    fit_both,
+    report_of,
+)
 
 pytestmark = support.IGNORED
 DEPTH, BUDGET = 3, 95_000  # the plain step needs 120,000 bytes, offloading 75,000
@@ -56,10 +65,7 @@ SIZES = [(120, 2), (128, 2), (100, 2), (32, 8), (17, 8)]
 @OFFLOAD_LATER
 def test_one_plan_a_shape(way: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="lightning.pytorch")  # the contract's runs make it quiet
-    plain, ours = Sequences(), Sequences()
-    fit(plain, data=sequences(*SIZES), max_epochs=2)
-    done = fit(ours, MemoryBudgetStrategy(BUDGET), data=sequences(*SIZES), max_epochs=2)
-    report = report_of(done)
+    plain, ours, report = fit_both(Sequences, BUDGET, sequences(*SIZES), max_epochs=2)
     assert (report.plans, report.replanned, report.steps) == (3, {}, 10)
     assert [shape.samples for shape in report.shapes] == [120, 128, 32]
     said = [line for line in caplog.messages if "retime: planning a batch of" in line]
@@ -70,7 +76,6 @@ def test_one_plan_a_shape(way: str, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_only_so_many_plans_are_kept(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_book, "MOST_PLANS", 2)
-    monkeypatch.setattr(batch_plans, "MOST_PLANS", 2)
     plain, ours = Sequences(), Sequences()
     shapes = [(128, 2), (64, 4), (128, 2), (32, 8), (128, 2), (64, 4)]  # the third one makes the second one go
     fit(plain, data=sequences(*shapes))
@@ -117,13 +122,10 @@ class Drops(Net):
 
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 def test_a_model_that_takes_another_way_each_time_is_warned_of(offloads: None) -> None:
-    plain, ours = Drops(), Drops()
-    data = support.loader(9)
-    fit(plain, data=data)
     with pytest.warns(NoEffectWarning, match="3 batches were planned again .* from step to step") as caught:
-        done = fit(ours, MemoryBudgetStrategy(BUDGET), data=data)
+        plain, ours, report = fit_both(Drops, BUDGET, support.loader(9))
     assert sum("planned again" in str(one.message) for one in caught) == 1
-    assert sum(report_of(done).replanned.values()) >= 3
+    assert sum(report.replanned.values()) >= 3
     assert_close(plain, ours, 0)
 
 

@@ -16,7 +16,7 @@ from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import Net, assert_close, fit, loader, report_of
+from support.memory_budget import Net, assert_close, fit, fit_both, loader, report_of
 
 pytestmark = support.IGNORED
 
@@ -145,10 +145,7 @@ class Counting(Net):
 
 
 def test_without_dry_runs_a_tight_budget_is_planned_from_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
-    plain, ours = Counting(), Counting()
-    fit(plain, data=loader(5))
-    done = fit(ours, MemoryBudgetStrategy(200_000, dry_run="off"), data=loader(5))
-    report = report_of(done)
+    plain, ours, report = fit_both(Counting, MemoryBudgetStrategy(200_000, dry_run="off"), loader(5))
     assert ours.calls == plain.calls == 5
     assert_close(plain, ours, 0)
     (shape,) = report.shapes

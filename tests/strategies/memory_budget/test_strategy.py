@@ -24,6 +24,7 @@ from support.memory_budget import (
     assert_same,
     assert_way,
     fit,
+    fit_both,
     loader,
     report_of,
 )
@@ -54,11 +55,8 @@ def test_really_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
         return measured[-1]
 
     monkeypatch.setattr(planner, "calibrate", calibrate)
-    plain, ours = Net(width=256, depth=4), Net(width=256, depth=4)
-    data = loader(2, batch=2048)
-    fit(plain, data=data)
-    done = fit(ours, MemoryBudgetStrategy("16MiB"), data=data)
-    assert len(measured) == len(report_of(done).shapes) == 1
+    plain, ours, report = fit_both(lambda: Net(width=256, depth=4), "16MiB", loader(2, batch=2048))
+    assert len(measured) == len(report.shapes) == 1
     assert_close(plain, ours)
 
 

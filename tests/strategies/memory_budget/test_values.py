@@ -12,7 +12,6 @@ from retime.foundations.messages import NoEffectWarning
 from retime.foundations.parts.combine import Certificate, Count, Weighting
 from retime.mechanisms.memory_budget.separability.certify import certify
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
-from retime.strategies import MemoryBudgetStrategy
 from support.memory_budget import (
     CLASSES,
     FEATURES,
@@ -22,9 +21,8 @@ from support.memory_budget import (
     WIDTH,
     ShallowNet,
     assert_close,
-    fit,
+    fit_both,
     loader,
-    report_of,
     use_costs,
 )
 
@@ -82,10 +80,7 @@ class Branches(ShallowNet):
 
 @pytest.mark.parametrize("kind", [Weighted, Hard, Branches])
 def test_batches_stay_whole_where_parts_could_differ(kind: type[ShallowNet]) -> None:
-    plain, ours = kind(), kind()
-    fit(plain, data=loader(3))
-    done = fit(ours, MemoryBudgetStrategy(SHALLOW), data=loader(3))
-    report = report_of(done)
+    plain, ours, report = fit_both(kind, SHALLOW)
     assert report.sub_batches == report.steps
     assert_close(plain, ours, 0)
 
@@ -101,10 +96,7 @@ class Logs(ShallowNet):
 
 
 def test_values_that_are_logged_keep_no_batch_whole() -> None:
-    plain, ours = Logs(), Logs()
-    fit(plain)
-    done = fit(ours, MemoryBudgetStrategy(SHALLOW))
-    report = report_of(done)
+    plain, ours, report = fit_both(Logs, SHALLOW)
     assert report.sub_batches > report.steps
     assert_close(plain, ours)
 
@@ -147,12 +139,10 @@ class Weighs(Ignores):
 
 @pytest.mark.parametrize(("kind", "batches"), [(Ignores, 3), (Skips, 3), (Sums, 2), (Weighs, 2)])
 def test_another_weighting_from_some_batch_on_is_told_and_right_at_once(kind: type[ShallowNet], batches: int) -> None:
-    plain, ours = kind(), kind()
-    fit(plain, data=loader(batches))
     with pytest.warns(NoEffectWarning, match=r"from this batch on .* no longer give the batch's gradient"):
-        done = fit(ours, MemoryBudgetStrategy(SHALLOW), data=loader(batches))
+        plain, ours, report = fit_both(kind, SHALLOW, loader(batches))
     assert_close(plain, ours)
-    assert report_of(done).steps == batches
+    assert report.steps == batches
 
 
 def test_small_batches_of_few_classes_leave_nothing_open() -> None:
@@ -175,10 +165,7 @@ def test_a_batch_whose_weights_stay_open_runs_whole(monkeypatch: pytest.MonkeyPa
     labels = Weighting("count", Count("batch[1]", "sum"))
     open_weights = Certificate(Weighting("mean"), alternatives=(labels,), samples=2, sizes=frozenset(range(1000)))
     monkeypatch.setattr(step_planner, "certify", lambda *_, **__: open_weights)
-    plain, ours = ShallowNet(), ShallowNet()
-    fit(plain)
     with pytest.warns(NoEffectWarning, match=r"run whole from here on.*mean over samples and a mean over sum\(batch"):
-        done = fit(ours, MemoryBudgetStrategy(SHALLOW))
-    report = report_of(done)
+        plain, ours, report = fit_both(ShallowNet, SHALLOW)
     assert report.sub_batches == report.steps
     assert_close(plain, ours, 0)
