@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Half as many processes again as cores (tests/conftest.py), at most four: each takes about 1 GB. PYTEST_ARGS of your
-# own replace this: one process.
+# A process a core (at most four: each takes about 1 GB). PYTEST_ARGS of your own replace this: one process.
 SHARED := --numprocesses logical --maxprocesses 4 --dist loadfile
 PYTEST_ARGS ?= $(SHARED) -m "not long"
 # Tests start Python many times, and each time would compile retime anew: 0.8 s.

@@ -5,7 +5,6 @@ What needs torch's or Lightning's more expensive parts is imported in the fixtur
 """
 
 import gc
-import math
 import os
 import signal
 from collections.abc import Iterator
@@ -30,12 +29,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from support.processes import longest_first
 
         longest_first(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Half as many processes again as there are cores: tests of ranks and of signals wait for a third of their time."""
-    return math.ceil(1.5 * (os.cpu_count() or 1))
 
 
 @pytest.hookimpl(optionalhook=True)
