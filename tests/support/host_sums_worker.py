@@ -23,7 +23,6 @@ from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.mechanisms.cpu_accumulation import shared_sums as sums
 from retime.mechanisms.cpu_accumulation.shared_sums import SharedFile, sums_library
 from retime.strategies import CPUAccumulateStrategy
-from retime.strategies.support import lightning_private
 from support.time_limits import limit_s
 from support.trainers import quiet_trainer
 from support.two_ranks import run_rank
@@ -188,7 +187,6 @@ class Dies(LightningModule):
 
 
 def fit_dies(when: str) -> None:
-    lightning_private._TOGETHER_S = 0.0  # no signals follow
     strategy = CPUAccumulateStrategy(bucket_cap_mb=0.02, timeout=timedelta(minutes=10))
     trainer = quiet_trainer(devices=RANKS, strategy=strategy, max_epochs=1, use_distributed_sampler=False)
     began = time.monotonic()

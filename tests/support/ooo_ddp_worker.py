@@ -26,7 +26,6 @@ from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
 from retime.strategies import OOODataParallelStrategy
 from retime.strategies.ooo_ddp import FIXED_BUCKET_MB
-from retime.strategies.support import lightning_private
 from support.time_limits import limit_s
 from support.two_ranks import run_rank
 
@@ -493,7 +492,6 @@ def rank_dies_in_backward(folder: str) -> None:
             if RANK == 1 and self.global_step == 4:
                 os._exit(9)
 
-    lightning_private._TOGETHER_S = 0.0  # no signals follow
     strategy = OOODataParallelStrategy(k=1, timeout=timedelta(seconds=limit_s(15)))
     trainer(Path(folder), strategy=strategy, max_epochs=2, enable_checkpointing=False).fit(Dies(), data())
 

@@ -14,7 +14,6 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from retime import OOOPipelineStrategy
 from retime.mechanisms.pipeline import Ownership
-from retime.strategies.support import lightning_private
 from support.pipeline_fits import Classifier, loader, trainer
 from support.time_limits import limit_s
 
@@ -39,7 +38,6 @@ def main(how: str, folder: Path) -> None:
         Ownership.gather = kill  # type: ignore[method-assign]
     if how == "writes" and RANK == 0:
         TorchCheckpointIO.save_checkpoint = kill  # type: ignore[method-assign]
-    lightning_private._TOGETHER_S = 0.0  # no signals follow
     saves = [ModelCheckpoint(folder, every_n_train_steps=1)] if how != "raises" else []
     strategy = OOOPipelineStrategy(timeout=timedelta(seconds=limit_s(20)))
     fit = trainer(strategy, folder, devices=2, max_epochs=1, callbacks=saves, enable_checkpointing=bool(saves))

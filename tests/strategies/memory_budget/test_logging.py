@@ -21,6 +21,8 @@ from support.memory_budget import (
     CLASSES,
     OFFLOAD_LATER,
     SHALLOW,
+    SMALL,
+    Net,
     ShallowNet,
     assert_close,
     assert_same,
@@ -47,7 +49,7 @@ class Logs(ShallowNet):
         return loss
 
 
-class Measured(ShallowNet):
+class Measured(Net):
     """Logs torchmetrics objects; ``large`` makes their arguments too big to be kept for a batch."""
 
     def __init__(self, large: bool = False) -> None:
@@ -126,12 +128,12 @@ def test_numbers_while_accumulating(way: str) -> None:
 def test_metrics(way: str, large: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")
-        module = assert_same_lines(lambda: Measured(large), way)
+        module = assert_same_lines(lambda: Measured(large), way, budget=SMALL)
     assert "forward" not in module.f1.__dict__, "metrics are left as they were made"
     assert torch.equal(module.f1(torch.arange(4), torch.arange(4)), torch.tensor(1.0))
 
 
-class LearnsFromMetrics(ShallowNet):
+class LearnsFromMetrics(Net):
     """Its loss is a metric's value; a correlation of few samples has none."""
 
     def __init__(self, large: bool) -> None:
@@ -156,7 +158,7 @@ class LearnsFromMetrics(ShallowNet):
 def test_a_metric_as_the_loss(way: str, large: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")
-        assert_same_lines(lambda: LearnsFromMetrics(large), way, budget=SHALLOW + 40_000 * large)
+        assert_same_lines(lambda: LearnsFromMetrics(large), way, budget=SMALL + 40_000 * large)
 
 
 class Nonlinear(ShallowNet):
