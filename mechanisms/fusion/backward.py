@@ -126,6 +126,9 @@ class GradientGuard(Tensor):
         raise RuntimeError(_MESSAGE.format(reader=f"`{func.name()}`"))
 
 
+# Clipping by value, gradient by gradient.
+
+
 def clip_by_value(gradients: list[Tensor], clip_value: float) -> None:
     """Clamp in place, with the kernels that ``torch.nn.utils.clip_grad_value_`` uses on parameters."""
     if not gradients:
@@ -133,6 +136,9 @@ def clip_by_value(gradients: list[Tensor], clip_value: float) -> None:
     with torch.no_grad():
         foreach_clamp_min(gradients, -clip_value)
         foreach_clamp_max(gradients, clip_value)
+
+
+# One parameter under backward fusion: how often its gradient arrives in a step, and where the step stands.
 
 
 class FusedParameter:
@@ -173,8 +179,11 @@ class FusedParameter:
             self.parameter.grad = self.guard
 
 
+# Graphs with nodes that are written in Python, and may run a backward pass of their own.
+
+
 def has_python_nodes(loss: Tensor) -> bool:
-    """Whether the graph behind ``loss`` has nodes written in Python, which may run a backward pass of their own."""
+    """Whether the graph behind ``loss`` has a node of a ``torch.autograd.Function``."""
     waiting: list[Any] = [loss.grad_fn]
     seen = set()
     while waiting:

@@ -22,6 +22,8 @@ from retime.mechanisms.memory_budget.offload import HostTier
 from retime.mechanisms.memory_budget.step_memory import MemoryFloor, StepMemory
 from retime.schedules.budget import BlockKind, BudgetError, OffloadPlan
 
+# A plan and what is expected of it.
+
 # What is held of the peak of a measured plan, and of one that is known from a dry run alone.
 _UNEVEN, _UNMEASURED = 1 + 1 / 64, 1.25
 

@@ -42,6 +42,8 @@ from retime.mechanisms.memory_budget.report import (
 from retime.mechanisms.memory_budget.sub_batches import PlannedBatches, SubBatches
 from retime.schedules.errors import ScheduleError
 
+# In what way a batch runs, and the error where there is none.
+
 
 class ExecutionMode(IntEnum):
     """How a batch runs: as without a budget, at once but with storages offloaded, or in sub-batches."""

@@ -100,6 +100,8 @@ class CrossIterationUpdates(ForwardFusion):
         return buckets + super()._waiting_buckets(arrived)
 
 
+# Which wrapped models can be re-ordered.
+
 SUPPORTED_BACKENDS = ("gloo", "nccl")
 
 
@@ -222,6 +224,9 @@ class BucketScheduler:
             self.reductions.start(region.place, region.parameters, region.values, urgent=block is not None)
 
 
+# What out-of-order backprop really did.
+
+
 @dataclass
 class OutOfOrderReport(Report):
     """Counts since the mechanism was attached; sizes in bytes, times in seconds."""
@@ -289,6 +294,9 @@ class OutOfOrderReport(Report):
             f"predicted growth of the memory peak: {show_bytes(self.extra_bytes)}": self.extra_bytes,
         }
         return [text for text, is_there in texts.items() if is_there]
+
+
+# The all-reduces of the last backward pass, and who waits for them.
 
 
 class InFlightReductions:

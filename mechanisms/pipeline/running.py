@@ -193,6 +193,9 @@ class EvaluationBroadcast(Visitor):
         return self._plan.rank_of[self._plan.stage_of[layer]]
 
 
+# A model that is spread over ranks: what one rank knows of it after the first batch.
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """Where this process stands.
