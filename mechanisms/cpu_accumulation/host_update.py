@@ -132,6 +132,9 @@ def _number(tensor: Tensor, step: int) -> Any:
     return tensor.detach()[tuple(reversed(index))].item()
 
 
+# What a rank updated for its machine, and what state it holds for that.
+
+
 @dataclass(frozen=True)
 class HostUpdateReport(Report):
     """Counts of one rank.
@@ -166,6 +169,9 @@ class HostUpdateReport(Report):
     def what_was_measured(self) -> list[str]:
         mine, whole = show_bytes(self.state_bytes), show_bytes(self.whole_state_bytes)
         return [f"optimizer state on this rank: {mine}, where plain ddp holds {whole}"]
+
+
+# Who updates what.
 
 
 class Shares:

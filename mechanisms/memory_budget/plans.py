@@ -96,6 +96,9 @@ def _watched_process() -> PeakWatch | None:
 Key = tuple[Any, ...]
 
 
+# What plans go by of one batch, found out once and passed along.
+
+
 class BatchRecord:
     """A batch that comes now, with what decides which plan it runs under.
 
@@ -128,6 +131,9 @@ class _Entry:
     shape: PlannedShape
     sizes: tuple[int, ...]
     paths: GraphPaths
+
+
+# The plans that batches run under, by what they were made for.
 
 
 class PlanCache:

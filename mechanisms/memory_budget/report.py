@@ -1,6 +1,7 @@
 """What a memory budget says: what it decided and did, to print and to keep in a checkpoint; and its warnings.
 
-They come when batches, or the path that they take through the model, change while training goes on.
+They come when batches, or the path that they take through the model, change while training goes on: :class:`GraphPaths`
+runs the step and looks at its path. Here are also budgets as text, and what limits the process's memory.
 """
 
 from __future__ import annotations

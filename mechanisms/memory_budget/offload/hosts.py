@@ -201,14 +201,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-# The host tier of training on a CPU: one temporary file, written and read behind the step's back.
-#
-# The file has no name from its first moment, so it goes with the process whatever happens. Space is reserved on the
-# calling thread before a copy starts: a full disk is an error of the forward pass, not of a thread. One thread copies,
-# in the order of the calls: a place that is given back while it is read, or written, is written again only afterwards.
-#
-# The thread holds what it copies. What objects leave behind at their end is seen to by the next call.
-
 # Places in a file: handed out, given back, and used again.
 
 
@@ -272,6 +264,14 @@ class Extents:
                 merged.append((offset, size))
         self._free = merged
 
+
+# The host tier of training on a CPU: one temporary file, written and read behind the step's back.
+#
+# The file has no name from its first moment, so it goes with the process whatever happens. Space is reserved on the
+# calling thread before a copy starts: a full disk is an error of the forward pass, not of a thread. One thread copies,
+# in the order of the calls: a place that is given back while it is read, or written, is written again only afterwards.
+#
+# The thread holds what it copies. What objects leave behind at their end is seen to by the next call.
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAKE_SPACE = "free some, name another folder, or raise the budget so that less is offloaded"

@@ -1,4 +1,7 @@
-"""Where offloaded storages go: the protocol of a host tier, its error, and when nobody else holds a storage."""
+"""Where offloaded storages go: the protocol of a host tier, its error, and when nobody else holds a storage.
+
+What objects leave to be done at their end, and what a signal handler raised meanwhile, wait for the next call.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +190,7 @@ def check_host(host: object) -> None:
         raise TypeError(f"host={host!r} is no host tier: give {given}")
 
 
-# ---- storages whose last owner has let go of them
+# Storages whose last owner has let go of them
 #
 # From then on nothing can write into them. Autograd's version counters do not tell of every write: parts that
 # ``unsafe_chunk`` cuts (so do the kernels of GRU and LSTM) share a storage, and each has a counter of its own; so has
@@ -287,7 +290,7 @@ def _hand_over(storage: torch.UntypedStorage | None, heirs: list[weakref.ref[Hei
             pass
 
 
-# ---- when not to work at once
+# When not to work at once.
 
 _ended: deque[tuple[Heir, torch.UntypedStorage]] = deque()
 interruptions: deque[BaseException] = deque()
