@@ -1,7 +1,8 @@
 """`python -m retime.recipes experiment=<name> [key=value ...]`, or without arguments the list of experiments.
 
 `experiment=all` runs those of all papers, one after the other; with `hardware=cuda` those that have a form for a GPU.
-First it lists them, and warns if the machine is not quiet; with `list=true` that is all.
+First it lists them, with those that it leaves out and why, and warns if the machine is not quiet; with `list=true` that
+is all. Its last line says how many points are left.
 """
 
 import importlib.resources
@@ -15,7 +16,6 @@ try:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     from retime.recipes import report
@@ -81,37 +81,74 @@ def main() -> None:
     everything = _ALL in given
     arguments = [argument for argument in given if argument not in ("-m", "--multirun", _LIST if everything else "")]
     hardware = [argument.partition("=")[2] for argument in arguments if argument.startswith("hardware=")]
+    if everything and not {*hardware} <= {"cpu", "cuda"}:
+        sys.exit(f"{_ALL} takes hardware=cpu or hardware=cuda: run those of hardware={','.join(hardware)} by name")
+    if "rerun=true" in arguments and any(argument.startswith("minutes=") for argument in arguments):
+        sys.exit("rerun=true begins with the first point in every call, so that with minutes= some are never reached")
     names = f"experiment={','.join(of_papers(*hardware[:1]))}" if everything else ""
     sweep = everything or len(arguments) < len(given)
     sys.argv[1:] = ["-m"] * sweep + [names if argument == _ALL else argument for argument in arguments]
     register_all()
     start = hydra.main(config_path="pkg://retime.conf", config_name="config", version_base="1.3")
-    if not everything or (_list_all(start) and _LIST not in given):
+    if not everything:
         start(run)()
+    elif _list_all(start) and _LIST not in given:
+        _run_all(start)
 
 
 def _list_all(start: Any) -> bool:
-    """Print what a sweep will run and what disturbs it. False if Hydra was asked for something else (--hydra-help)."""
+    """Print what a sweep will run, what it leaves out, and what disturbs it. False if it is asked for --hydra-help."""
     console, disturbing = Console(), disturbances()
     table = Table("experiment", "points", "kept", "took when recorded", "needs", title=_ALL)
+    names, left_out = dict[str, None](), list[str]()
 
     def add(config: DictConfig) -> None:
         try:
             table.add_row(*_row(settings_of(config)))
-        except Exception as error:  # its run is going to raise it
-            table.add_row(config.name, escape(f"{type(error).__name__}: {error}"))
+            names[config.name] = None
+        except Exception as error:  # its run would raise it
+            left_out.append(f"{config.name} is left out: {type(error).__name__}: {error}")
 
     quietly = "hydra/hydra_logging=none"  # Hydra names the jobs when they run
-    sys.argv.insert([argument.partition("=")[0] for argument in sys.argv].index("experiment"), quietly)
+    place = [argument.partition("=")[0] for argument in sys.argv].index("experiment")
+    sys.argv.insert(place, quietly)
     start(add)()
     sys.argv.remove(quietly)
-    if not table.rows:
+    for line in left_out:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if not names and left_out:
+        sys.exit(f"{_ALL}: none is left to run")
+    if not names:
         return False
+    sys.argv[place] = f"experiment={','.join(names)}"
     console.print(table)
     if disturbing:
         said = f"This machine is not quiet, so that times will vary: {', '.join(disturbing)}"
         console.print(said, style="yellow", markup=False, soft_wrap=True)
     return True
+
+
+def _run_all(start: Any) -> None:
+    """Run a sweep. Its last line counts points that are left, as minutes were over or an experiment has failed."""
+    left: list[int] = []
+
+    def count(config: DictConfig) -> None:
+        try:
+            run(config)
+        finally:
+            left.append(_left(settings_of(config)))
+
+    try:
+        start(count)()
+    finally:
+        Console().print(f"{_ALL}: {sum(left)} points of {len(left)} experiments are left", highlight=False)
+
+
+def _left(settings: Settings) -> int:
+    """How many points a folder does not hold yet."""
+    recipe: Recipe[Any] = hydra.utils.get_class(settings.recipe)()
+    here = recipe.stored(settings, result_folder(settings, HydraConfig.get().overrides.task, recipe.all_axes))
+    return len(recipe.points(settings)) - len(recipe.kept(replace(settings, rerun=False), here))
 
 
 def _row(settings: Settings) -> list[str]:

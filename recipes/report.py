@@ -114,15 +114,23 @@ def _values(point: Point, recipe: Recipe[Any]) -> list[str]:
 
 
 def _provenance(result: Result) -> list[str]:
-    """Machine, versions and commit of the points; points measured differently are told apart."""
+    """Machine, versions and commit of the points and what they were before; what was measured differently is apart."""
     places: dict[str, list[str]] = {}
     for point in result.points:
-        words = [*point.hardware.values(), *(f"{name} {version}" for name, version in point.versions.items())]
-        words += [f"commit {point.commit}"] if point.commit else []
-        words += [f"{key} {point.settings[key]}" for key in ("rounds", "steps") if key in point.settings]
-        days = "; before ".join(one.finished[:10] for one in (point, *reversed(point.former)))
-        places.setdefault(", ".join(words), []).append(f"{label_of(point.at) or 'all'} ({days})")
+        days: dict[str, list[str]] = {}
+        for one in (point, *reversed(point.former)):
+            day = one.finished[:10] if one is point else f"before {one.finished[:10]}"
+            days.setdefault(_how(one), []).append(day)
+        for how, those in days.items():
+            places.setdefault(how, []).append(f"{label_of(point.at) or 'all'} ({'; '.join(those)})")
     return [f"- {place}: {', '.join(points)}" for place, points in places.items()]
+
+
+def _how(point: Point) -> str:
+    words = [*point.hardware.values(), *(f"{name} {version}" for name, version in point.versions.items())]
+    words += [f"commit {point.commit}"] if point.commit else []
+    words += [f"{key} {point.settings[key]}" for key in ("rounds", "steps") if key in point.settings]
+    return ", ".join(words)
 
 
 def main(arguments: list[str]) -> None:

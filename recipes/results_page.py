@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from retime.recipes.core.claims import PACKAGES, Comparison, Paper, Published, amount, paper, show
 from retime.recipes.core.machine import age, changed
-from retime.recipes.core.recipe import recipe_of, slug
+from retime.recipes.core.recipe import Recipe, recipe_of, slug
 from retime.recipes.core.results import Result, markdown_table
 from retime.recipes.core.verdicts import Judged, Value, Verdict, counted, judge, values_of
 from retime.recipes.results_index import duration, index, machine
@@ -39,8 +40,9 @@ _LEGEND = (
     "- *Not measured*: the recipe is there, a recorded value is not. *Needs hardware*: with the command. *No recipe*:",
     "  what is missing. *Tested, no number*: algorithms and equations that have nothing to measure.",
     "- *Evidence*: `experiment=NAME` of `python -m retime.recipes`, and what it took. *Changed tree*: measured with",
-    "  changes that were not committed. *Stale*: commits since then touch the code that ran. *Tries*: medians of all",
-    "  measurements with the same settings on the same machine; the newest is judged.",
+    "  changes that were not committed. *Stale*: commits since then touch the code that ran. *Tries*: least and most",
+    "  median of all measurements with the same settings on the same machine, at the place where they differ most; the",
+    "  newest is judged.",
     "- A speedup is confirmed within a quarter of the paper's gain, unless the claim is a bound, a trend or a count.",
     "  Rows *beside* are ours, as of a stronger peer, and not counted.",
 )
@@ -66,12 +68,21 @@ def judged_papers(results: Mapping[str, Result]) -> list[JudgedPaper]:
             result = results.get(claim.result)
             if result is not None and claim.result not in lines:
                 recipe = recipe_of(result)
-                lines[claim.result] = [(each, recipe.compare(each)) for each in (result, *result.before())]
+                former = [(each, _compared(recipe, each)) for each in result.before()]
+                lines[claim.result] = [(result, recipe.compare(result)), *former]
             tries = lines.get(claim.result, [])
             before = tuple(filter(None, (values_of(one, claim, *each) for each in tries[1:])))
             claims.append(replace(judge(one, claim, *(tries[0] if tries else (None, []))), before=before))
         papers.append(JudgedPaper(one, claims, {name: results[name] for name in _read(one) if name in results}))
     return papers
+
+
+def _compared(recipe: Recipe[Any], former: Result) -> list[Comparison]:
+    """A recipe's comparisons of an earlier try; none where that lacks a row or fact which the recipe has got since."""
+    try:
+        return recipe.compare(former)
+    except (LookupError, ValueError):
+        return []
 
 
 def page(results: Mapping[Path, Result], folder: Path, age: Age = age) -> str:
@@ -249,11 +260,29 @@ def evidence(one: JudgedPaper, claim: Judged, folder: Path, age: Age) -> str:
     taken = duration(sum(point.seconds for point in result.points))
     code = one.paper.code.get(claim.kind, one.paper.code.get("measured", []))
     words = [f"[`{result.name}`]({published.result}/result.md)", taken, age(result, code)]
-    if claim.before:
-        medians = [value.measured.median for values in (claim.values, *claim.before) for value in values]
-        least, most = (amount(end(medians), published.unit) for end in (min, max))
-        words.append(f"{1 + len(claim.before)} tries: {least} to {most}")
+    words += [tried(claim)] if claim.before else []
     return ", ".join([*words, *(["changed tree"] if changed(result) else [])])
+
+
+def tried(claim: Judged) -> str:
+    """How many there are, with least and most median at the place where they differ most.
+
+    A place is known by its label. Where that does not tell, as it has numbers, the order does in a complete try.
+    """
+    labels = [value.label for value in claim.values]
+    medians = [[value.measured.median] for value in claim.values]
+    for values in claim.before:
+        for number, value in enumerate(values):
+            if labels.count(value.label) == 1:
+                medians[labels.index(value.label)].append(value.measured.median)
+            elif len(values) == len(labels):
+                medians[number].append(value.measured.median)
+    text, again = f"{1 + len(claim.before)} tries", [those for those in medians if len(those) > 1]
+    if not again:
+        return text
+    widest = max(again, key=lambda those: max(those) - min(those))
+    least, most = (amount(end(widest), claim.published.unit) for end in (min, max))
+    return f"{text}: {least} to {most}" + (f" at the widest of {len(again)} places" if len(again) > 1 else "")
 
 
 def _read(one: Paper) -> list[str]:

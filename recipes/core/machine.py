@@ -28,6 +28,13 @@ class Provenance(TypedDict):
     commit: str | None
 
 
+def need_gpu_each(device: str, ranks: int) -> None:
+    """Raise ValueError where ranks on this device have no GPU each."""
+    there = torch.cuda.device_count()
+    if device != "cpu" and ranks > there:
+        raise ValueError(f"devices={ranks}: each rank needs a GPU, and there are {there}; choose fewer")
+
+
 # Settings of the C library's allocator: they decide whether a freed gradient's memory is used again at once.
 _ALLOCATOR_VARIABLES = (
     "GLIBC_TUNABLES",

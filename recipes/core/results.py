@@ -152,8 +152,7 @@ def _point(data: dict[str, Any]) -> Point:
 
 def _alike(point: Point) -> Any:
     """What measurements of a place share if they differ by when and how often they were made; code may have changed."""
-    settings = {**point.settings, "recipe": "", "rounds": 0, "warmup_rounds": 0}
-    return point.hardware, settings, {(row.variant, row.quantity) for row in point.rows}, {*point.facts}
+    return point.hardware, {**point.settings, "recipe": "", "rounds": 0, "warmup_rounds": 0}
 
 
 def ratio(point: Point, reference: str | None, variant: str, quantity: str = "step") -> Spread | None:

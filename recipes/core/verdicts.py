@@ -159,9 +159,10 @@ def read(
         if how.order and str(point.at.get(how.over)) not in how.order:
             continue
         measured = _from_point(how, point)
-        if measured is not None:
+        place = None if measured is None else _place(how, point)
+        if measured is not None and place is not None:
             label = label_of({key: value for key, value in point.at.items() if key not in how.at})
-            found.append(Value(label, measured, published, _place(how, point)))
+            found.append(Value(label, measured, published, place))
     return found
 
 
@@ -195,13 +196,15 @@ def _from_point(how: Reading, point: Point) -> Spread | None:
     return spread(numbers[0])
 
 
-def _place(how: Reading, point: Point) -> float:
+def _place(how: Reading, point: Point) -> float | None:
+    """Where a point lies on a trend's axis; None if that was not measured."""
     if how.over_row:
-        return point.median(how.over_row[0], how.over_row[1])
+        variant, quantity = how.over_row
+        return point.median(variant, quantity) if point.has(variant, quantity) else None
     if not how.over:
         return 0.0
     place = point.at.get(how.over, point.facts.get(how.over))
-    return float(how.order.index(str(place)) if how.order else place)  # type: ignore[arg-type]
+    return place if place is None else float(how.order.index(str(place)) if how.order else place)
 
 
 def _said(comparisons: Sequence[Comparison], values: Sequence[Value]) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 
 from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Answer
-from retime.recipes.core import charts
+from retime.recipes.core import charts, machine
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target, paper, show
 from retime.recipes.core.measure import interleave
@@ -142,6 +142,7 @@ class Distributed(StepTimes):
     """
 
     def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
+        machine.need_gpu_each(settings.hardware.device, settings.devices)
         return [{"devices": 1}, {"devices": settings.devices}] if settings.devices > 1 else [{"devices": 1}]
 
     def blocks(self, settings: FusionSettings) -> int | None:

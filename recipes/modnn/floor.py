@@ -30,6 +30,7 @@ class Floors(NetworkRecipe):
     """A point a network."""
 
     quantity = MEMORY
+    on_cpu = "counts without a device"
 
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
         network = network_of(at["network"], settings.cases[at["network"]], settings.optimizer, settings.seed)

@@ -10,11 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Worker, WorkerError, closing
-from retime.recipes.core import charts
+from retime.recipes.core import charts, machine
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import Measured, Tick
@@ -47,9 +45,7 @@ class Ranks(NetworkRecipe):
     quantity = STEP
 
     def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
-        there = torch.cuda.device_count()
-        if settings.hardware.device != "cpu" and settings.devices > there:
-            raise ValueError(f"devices={settings.devices}: each rank needs a GPU, and there are {there}; choose fewer")
+        machine.need_gpu_each(settings.hardware.device, settings.devices)
         return [{"network": name, "budget": float(share)} for name in settings.cases for share in settings.budgets]
 
     def turns(self, settings: MemorySettings) -> int | None:

@@ -140,20 +140,23 @@ def test_targets_are_met_missed_or_undecided(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_evidence_has_the_medians_of_all_tries(recorded: dict[Path, Result]) -> None:
-    """Sums took twice as long the first time."""
+    """Sums took twice as long the second time; the first had no rows yet."""
     path = RESULTS / "cpu-accumulation" / "table-4" / "cpu" / FILE
 
     def slower(row: Row) -> Row:
         return replace(row, values=[2 * value for value in row.values]) if row.quantity == "accumulate" else row
 
     first = [replace(point, rows=[slower(row) for row in point.rows]) for point in recorded[path].points]
-    points = [replace(new, former=[old]) for new, old in zip(recorded[path].points, first, strict=True)]
+    both = zip(recorded[path].points, first, strict=True)
+    points = [replace(new, former=[replace(old, rows=[], facts={}), old]) for new, old in both]
     results = {name_of(path, RESULTS): replace(recorded[path], points=points)}
     paper = next(one for one in judged_papers(results) if one.results)
     claim = next(claim for claim in paper.claims if claim.published.id == "accumulation-short")
     medians = [value.measured.median for value in claim.values]
     text = evidence(paper, claim, RESULTS, lambda result, folders: "current")
-    assert text.endswith(f"current, 2 tries: {min(medians):.3f} x to {2 * max(medians):.3f} x")
+    most = max(medians)
+    said = f"{most:.3f} x to {2 * most:.3f} x at the widest of {len(medians)} places"
+    assert text.endswith(f"current, 2 tries: {said}")
 
 
 def test_the_page_stands_without_any_evidence(tmp_path: Path) -> None:

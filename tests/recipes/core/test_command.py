@@ -37,13 +37,22 @@ def test_all_are_those_of_papers_that_the_hardware_runs(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     everywhere, on_a_gpu = set(command.of_papers()), set(command.of_papers("cuda"))
-    assert everywhere - on_a_gpu >= {"ooo_fig4", "cpuacc_update", "cpuacc_table4", "cpu_memory_targets"}
+    assert everywhere - on_a_gpu >= {"ooo_fig4", "cpuacc_update", "cpuacc_table4", "cpu_memory_targets", "modnn_fig9"}
     assert on_a_gpu >= {"cpuacc_fig3", "cpuacc_training", "cpuacc_targets", "cpuacc_memory", "fusion_fig3"}
     assert not everywhere & {"report", "demo", "advise"}
-    monkeypatch.setattr(command, "of_papers", lambda *hardware: ["ooo_fig4", "ooo_fig6", *hardware])
+    monkeypatch.setattr(command, "of_papers", lambda *hardware: ["ooo_fig4", "fusion_ddp", "ooo_fig6", *hardware])
     monkeypatch.setattr(command, "disturbances", lambda: [])
+
+    def refuse(*given: object) -> None:
+        raise ValueError("[not] here")
+
+    monkeypatch.setattr("retime.recipes.fusion.trainer.Distributed.points", refuse)
+    run("experiment=all", "minutes=0")
+    assert capsys.readouterr().out.endswith("experiment=all: 2 points of 2 experiments are left\n")
     run("experiment=all")
     shown = capsys.readouterr().out
+    assert "fusion_ddp is left out: ValueError: [not] here\n" in shown
+    assert shown.endswith("experiment=all: 0 points of 2 experiments are left\n")
     assert shown.index("took when recorded") < shown.index("ooo_fig4: measured in")
     assert "not quiet" not in shown
     assert {result.name for result in results(tmp_path / "outputs").values()} == {"ooo_fig4", "ooo_fig6"}
@@ -53,7 +62,9 @@ def test_all_are_listed_with_what_is_kept_durations_and_needs(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["ooo_fig4", "ooo_ksweep", "ooo_pipeline_targets"]
-    monkeypatch.setattr(command, "of_papers", lambda *hardware: names if not hardware else ["fusion_fig3"])
+    on_a_gpu = ["ooo_fig7_compiled", "fusion_fig3", "fusion_ddp", "modnn_fig17"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(command, "of_papers", lambda *hardware: names if not hardware else on_a_gpu)
     monkeypatch.setattr(command, "disturbances", lambda: ["load 3", "[make] (8) takes 97 % of a core"])
     run("experiment=ooo_fig4")
     ((place, result),) = results(tmp_path / "outputs").items()
@@ -68,8 +79,30 @@ def test_all_are_listed_with_what_is_kept_durations_and_needs(
         ["ooo_pipeline_targets", "3", "0", "not recorded", "root"],
         ["fusion_fig3", "1", "0", "not recorded", "GPU"],
     ]
+    few = "devices=2: each rank needs a GPU, and there are 1; choose fewer"
+    reasons = {"ooo_fig7_compiled": "ooo_fig7_compiled has no case with device: cuda: choose hardware=cpu"}
+    reasons |= {"fusion_ddp": few, "modnn_fig17": few}
+    left_out = [line for line in lines if "left out" in line]
+    assert left_out == [f"{name} is left out: ValueError: {why}" for name, why in reasons.items()]
     assert lines[-1].endswith("not quiet, so that times will vary: load 3, [make] (8) takes 97 % of a core")
     assert len(results(tmp_path / "outputs")) == 1, "nothing is measured"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("experiment=all", "hardware=emulated"), "takes hardware=cpu or hardware=cuda"),
+        (("experiment=ooo_fig4", "rerun=true", "minutes=9"), "rerun=true begins with the first point in every call"),
+        (("experiment=all", "results_dir=results"), "none is left to run"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(
+    run: Command, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(command, "of_papers", lambda *hardware: ["ooo_fig4"])
+    monkeypatch.setattr(command, "disturbances", lambda: [])
+    with pytest.raises(SystemExit, match=message):
+        run(*options)
 
 
 def test_sweep_over_an_axis_adds_points_to_one_figure(

@@ -101,7 +101,13 @@ def test_a_point_keeps_its_former_measurements(settings: FusionSettings, tmp_pat
     assert (one.former, [old.settings["seed"] for old in four.former]) == ([], [0, 0, 1])
     assert four.former[0] == first.points[1]
     assert [[old.settings["rounds"] for old in each.points] for each in result.before()] == [[3], [7]], "newest first"
-    assert f"({four.finished[:10]}; before 20" in report.markdown(result, recipe)
+    text = report.markdown(result, recipe)
+    oldest, few, other = (f"before {old.finished[:10]}" for old in four.former)
+    assert f"batch_size=4 ({four.finished[:10]}; {other}; {oldest})" in text
+    assert f"rounds 3, steps 5: model=small batch_size=4 ({few})" in text, "by its own words"
+    four.facts["new"] = 1
+    four.rows.append(Row("new", "step", "ms", [1.0]))
+    assert len(result.before()) == 2, "what a recipe has got since makes no other measurement of it"
 
 
 def test_how_a_gpu_was_is_a_fact(settings: FusionSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,9 @@ def test_points_lie_along_an_axis_a_fact_or_a_row() -> None:
     assert order(over="size", order=["L", "S"]) == ["L", "S"]  # M is of no account
     assert order(over="depth") == ["M", "S", "L"]
     assert order(over_row=["slow", "step"]) == ["L", "M", "S"]
+    assert order(over_row=["fast", "step"]) == []
+    made.points[1].facts.clear()
+    assert order(over="depth") == ["M", "L"], "what a try does not have is left out"
 
 
 def test_a_recipes_own_reason_is_taken_where_none_is_written() -> None:
