@@ -239,6 +239,9 @@ class Instruments(Recurrent):
 
     over = (("features", "features"), ("B", "batch_sizes"))
 
+    def detail(self, settings: RecurrentSettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {**super().detail(settings, at), "overhead": "measured"}  # points of earlier code have none
+
     def measure(self, settings: RecurrentSettings, at: dict[str, Any], tick: Tick) -> Measured:
         data = {**settings.data, "features": at["features"]}
         measured = self.time(settings, tick, data, at["B"], settings.steps)

@@ -113,6 +113,8 @@ class Staleness(Recipe[ConvolutionalSettings]):
 
     def measure(self, settings: ConvolutionalSettings, at: dict[str, Any], tick: Tick) -> Measured:
         device, every = torch.device(settings.hardware.device), settings.evaluate_every
+        if not 0 < every <= settings.steps or settings.steps % every:
+            raise ValueError(f"steps={settings.steps} has to be a positive multiple of evaluate_every={every}")
         test = test_split(settings, device)
         curves: dict[str, list[list[float]]] = {FRESH: [], STALE: []}
         for seed in range(settings.seed, settings.seed + settings.rounds):

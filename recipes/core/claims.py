@@ -128,6 +128,7 @@ class Reading:
     over: str = ""  # for a trend, the axis or fact by which points are sorted
     # names along that axis, where they are no numbers; points with others do not count
     order: list[str] = field(default_factory=list)
+    alike: list[str] = field(default_factory=list)  # variants with one plan, or the point does not count
     # for a trend, variant and quantity by whose median points are sorted
     over_row: list[str] = field(default_factory=list)
 

@@ -186,7 +186,8 @@ def _from_point(how: Reading, point: Point) -> Spread | None:
         number = point.facts.get(how.fact)
         return spread([float(number)]) if number is not None else None
     names = how.ratio or how.difference or [how.row]
-    if not all(point.has(name, how.quantity) for name in names):
+    one_plan = len({point.facts.get("plans", {}).get(name) for name in how.alike}) <= 1
+    if not one_plan or not all(point.has(name, how.quantity) for name in names):
         return None
     numbers = [point.values(name, how.quantity) for name in names]
     if how.ratio:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,10 @@ from retime.recipes.emulated import loopback, run_ranks
 
 SUM, STEP = "sum", "step"
 claim, target = partial(claim_of, "cpuacc"), partial(target_of, "cpuacc")
+_SENT = {
+    GLOO: "gloo's transport is TCP on loopback: torch has none for it that uses Unix sockets or shared memory",
+    NCCL: "NCCL sends from GPU to GPU",
+}
 
 
 class OnRanks(Recipe[AccumulationSettings]):
@@ -64,10 +68,11 @@ class Targets(CaseRecipe[AccumulationSettings]):
         return lines
 
     def notes(self, result: Result) -> list[str]:
+        joined = {point.facts.get("ranks joined by", GLOO).partition(",")[0] for point in result.points}
+        sent = ". ".join(_SENT[backend] for backend in sorted(joined))
         lines = [
-            "Ranks beyond the cores share them, also the copies. gloo's transport is TCP on loopback: torch has none "
-            "for it that uses Unix sockets or shared memory; in pieces, its sums run at the same time. A step's "
-            "exposed communication is what it takes beyond one rank that trains alone.",
+            f"Ranks beyond the cores share them, also the copies. {sent}; in pieces, its sums run at the same time. A "
+            "step's exposed communication is what it takes beyond one rank that trains alone.",
         ]
         for point in result.points:
             if "case" not in point.at:
@@ -159,11 +164,12 @@ def _peer(point: Point) -> str:
 
 
 def _of_sum(point: Point) -> list[Comparison]:
-    where = f"{point.at['ranks']} ranks, {point.at['MiB']} MiB"
-    peer = _peer(point)
-    same = float(point.facts["same bits"])
+    where, peer = f"{point.at['ranks']} ranks, {point.at['MiB']} MiB", _peer(point)
+    same, wanted = float(point.facts["same bits"]), target("over-gloo")
+    if peer.startswith(NCCL):
+        wanted = replace(wanted, what=wanted.what.replace("gloo", "NCCL"))
     return [
-        Comparison(target("over-gloo"), point.speedup(peer, HOST, SUM), f"{where}, over {peer}"),
+        Comparison(wanted, point.speedup(peer, HOST, SUM), f"{where}, over {peer}"),
         Comparison(target("of-copy"), point.speedup(COPY, HOST, SUM), where),
         Comparison(target("same"), spread([same]), f"{where}, {point.facts['repeats']} runs"),
     ]

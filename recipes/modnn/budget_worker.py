@@ -53,9 +53,9 @@ def part_sizes(samples: int) -> set[int]:
     return {samples // count for count in _COUNTS if samples >= count}
 
 
-def saving(peer: str | None) -> AbstractContextManager[object]:
+def saving(peer: str | None, device: torch.device = CPU) -> AbstractContextManager[object]:
     """Around the forward pass. On a processor `save_on_cpu` finds that the tensors are there, and does nothing."""
-    return save_on_cpu() if peer == SAVE_ON_CPU else nullcontext()
+    return save_on_cpu(pin_memory=device.type == "cuda") if peer == SAVE_ON_CPU else nullcontext()
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
@@ -170,7 +170,7 @@ class Training:
             self.vdnn.run()
         else:
             for part in self._parts:
-                with saving(self._peer):
+                with saving(self._peer, self.device):
                     loss = self.loss(part) * (len(part[0]) / self.samples)
                 loss.backward()  # type: ignore[no-untyped-call]
                 del loss

@@ -119,7 +119,8 @@ def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured
                 rows.append(Row(label, PREDICTED, "MiB", [end["predicted_bytes"] / MIB]))
                 rows.append(Row(label, MEASURED, "MiB", [end["measured_bytes"] / MIB]))
         tick(label)
-    return Measured(rows, {"limit from": case["limit"], "steps": settings.steps, "outcomes": outcomes})
+    limit = case["limit"] if settings.hardware.device == "cpu" else None
+    return Measured(rows, {"limit from": limit, "steps": settings.steps, "outcomes": outcomes})
 
 
 def refusal(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
@@ -139,8 +140,7 @@ def traffic(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
             budget: int | None = None
             for label in (name, ours):
                 try:
-                    more = {"rule": rule} if label == name else {}
-                    step_ms, _, end = network.trained(budget, **more)
+                    step_ms, _, end = network.trained(budget, **({"rule": rule} if label == name else {}))
                 except WorkerError as error:
                     facts[failure(error)][label] = str(error)
                     break
@@ -186,8 +186,6 @@ KINDS: dict[str, Callable[[MemorySettings, Case, Tick], Measured]] = {
     "traffic": traffic,
     "planning": planning,
 }
-
-
 _GENERAL = tuple(field.name for field in fields(MemorySettings))
 _MARKERS = (("o", False), ("D", True), ("s", False), ("^", True))
 """Of a case: the marker, and whether it is filled."""
@@ -211,7 +209,7 @@ class Targets(Recipe[MemorySettings]):
                 raise ValueError(f"cases.{name}.networks has {unknown[0]!r}, but networks has no such entry: add one")
             if case["kind"] == "random":
                 found.append({"case": name})
-            else:
+            elif case["kind"] != "planning" or settings.hardware.device == "cpu":  # a CPU plans, whatever the device
                 found += [{"case": name, "network": network} for network in case["networks"]]
         return found
 
@@ -362,13 +360,14 @@ def _random(point: Point) -> Iterator[Comparison]:
     trained = [label for label, outcome in outcomes.items() if outcome == TRAINED]
     died = [label for label, outcome in outcomes.items() if outcome.startswith("out of memory")]
     over = [label for label in trained if point.values(label, MEASURED)[0] > point.values(label, BUDGET)[0]]
-    where = f"limit from {point.facts['limit from']} on"
+    limit = point.facts["limit from"]
+    where = f"limit from {limit} on" if limit else "no limit of memory on a GPU"
     wanted = Target("runs at a random budget that trained", "runs", len(outcomes))
     yield Comparison(wanted, spread([len(trained)]), where)
     wanted = Target("runs at a random budget that trained with a measured peak inside it", "runs", len(outcomes))
     remark = "; ".join([f"{len(trained)} trained", *([f"over their budgets: {', '.join(over)}"] if over else [])])
     yield Comparison(wanted, spread([len(trained) - len(over)]), remark)
-    yield Comparison(target("out-of-memory"), spread([len(died)]), where)
+    yield Comparison(target("out-of-memory"), spread([len(died)]) if limit else None, where)
 
 
 def _within(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
@@ -447,8 +446,7 @@ def _traffic(points: list[Point]) -> Iterator[Comparison]:
             ours, theirs = OURS.format(rule), VDNN.format(rule)
             lacking = next((name for name in (theirs, ours) if not point.has(name, MOVED)), None)
             if lacking:
-                note = f"{network}, {lacking}{why_missing(point, lacking)}"
-                yield Comparison(target("moved-share"), None, note)
+                yield Comparison(target("moved-share"), None, f"{network}, {lacking}{why_missing(point, lacking)}")
                 continue
             (moved, most), (held, budget) = (
                 [point.values(name, quantity)[0] for name in (ours, theirs)] for quantity in (MOVED, MEASURED)

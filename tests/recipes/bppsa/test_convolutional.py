@@ -30,7 +30,7 @@ from retime.recipes.bppsa.convolutional import (
     variants,
 )
 from retime.recipes.bppsa.settings import ConvolutionalSettings
-from retime.recipes.bppsa.training import ACCURACY, FRESH, STALE, batches, train
+from retime.recipes.bppsa.training import ACCURACY, FRESH, STALE, Staleness, batches, train
 from retime.recipes.core.results import Result, load
 from retime.recipes.data import digits
 from retime.recipes.models import lenet5
@@ -157,6 +157,13 @@ def test_figure_12(run: Command, tmp_path: Path) -> None:
     assert [len(point.values(name, ACCURACY)) for name in (FRESH, STALE)] == [2, 2]
     (report,) = tmp_path.rglob("result.md")
     assert "accuracy that PipeDream's staleness costs with Adam, top-1 | 2.60 %" in report.read_text()
+
+
+@pytest.mark.parametrize(("steps", "every"), [(4, 0), (4, 5), (5, 2), (0, 1)])
+def test_accuracies_are_of_the_last_step_too(steps: int, every: int) -> None:
+    settings = settings_for("experiment=bppsa_fig12", f"steps={steps}", f"evaluate_every={every}")
+    with pytest.raises(ValueError, match=f"steps={steps} has to be a positive multiple of evaluate_every={every}"):
+        Staleness().measure(settings, {}, print)
 
 
 def test_gradients_are_of_old_weights() -> None:

@@ -86,6 +86,13 @@ def test_what_was_not_measured_is_said() -> None:
     assert verdict(other, result(1.2)) is verdict(of_recipe, result(1.2), without) is Verdict.NOT_MEASURED
 
 
+def test_points_whose_variants_have_several_plans_do_not_count() -> None:
+    alike, of = claim(WITHIN.check, read=Reading(ratio=RATIO.ratio, alike=["slow", "fast"])), result(1.2)
+    for plan, said in (("a", Verdict.HOLDS), ("b", Verdict.NOT_MEASURED)):
+        of.points[0].facts["plans"] = {"slow": "a", "fast": plan}
+        assert verdict(alike, of) is said
+
+
 def test_claims_without_a_result_say_why() -> None:
     options = {"result": "", "value": None}
     assert verdict(claim(Check(), tests="tests/a.py", **options), None) is Verdict.TESTED

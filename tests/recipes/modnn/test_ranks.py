@@ -8,7 +8,7 @@ import pytest
 
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware
-from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ONCE, ONE, PLANNED, WHOLE
+from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ON_HOST, ONCE, ONE, PLANNED, WHOLE
 from retime.recipes.modnn.ranks import REDUCED, REFUSED, WAYS, Ranks
 from retime.recipes.modnn.settings import MemorySettings, claim, target
 from retime.recipes.modnn.side_by_side import BUDGET, DIFFERENCE, MEASURED, PREDICTED, STEP
@@ -76,6 +76,14 @@ def test_plans_that_differ_are_told_by_way() -> None:
     given.facts["plans"][EACH] = "sub-batch 2"
     (*_, told) = Ranks().notes(Result("", "", "modnn", "Figure 17", "", [given]))
     assert told == f"- net, 50 %: {ONCE}: {given.facts['plans'][ONCE]}; {EACH}: sub-batch 2"
+
+
+def test_ways_whose_plans_differ_are_not_compared() -> None:
+    given = point(sub_batch=4, measured_mib=2.0)
+    given.rows.extend(Row(way, STEP, "ms", [20.0]) for way in (NAIVE, NAIVE_ONCE, ON_HOST))
+    for plan, ratio in ((given.facts["plans"][ONCE], 1.0), ("sub-batch 2", None)):
+        given.facts["plans"] |= {NAIVE_ONCE: given.facts["plans"][ONCE], ON_HOST: plan}
+        assert lines(given)[target("host-meanwhile").what][0] == ratio
 
 
 def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,6 +294,8 @@ def test_lines_of_random_budgets() -> None:
         (1, "2 trained; over their budgets: 4: net")
     ]
     assert found[target("out-of-memory").what] == [(1, "limit from planning on")]
+    drawn.facts["limit from"] = None
+    assert lines(drawn)[target("out-of-memory").what] == [(None, "no limit of memory on a GPU")]
     assert found[target("within-budget").what] == [
         (pytest.approx(1.1), "random, 1 of 2 that trained are inside; most: net, 4: net")
     ]
@@ -409,6 +411,8 @@ def test_cases_that_mean_nothing_are_refused() -> None:
         Targets().points(MemorySettings(cases={"a": {"kind": "x"}}))
     with pytest.raises(ValueError, match=r"cases\.a\.networks has 'y', but networks has no such entry"):
         Targets().points(MemorySettings(cases={"a": {"kind": "training", "networks": ["y"]}}))
+    on_gpu: dict[str, Any] = {"hardware": Hardware("cuda", "cuda", None), "networks": {"y": {}}}
+    assert Targets().points(MemorySettings(**on_gpu, cases={"a": {"kind": "planning", "networks": ["y"]}})) == []
 
 
 @pytest.mark.parametrize(
