@@ -108,9 +108,9 @@ class Ranks(NetworkRecipe):
                 lines.append(Comparison(claim("figure-17-ideal"), found, f"{budget}, {NAIVE}: not four devices"))
                 for theirs in (NAIVE, NAIVE_ONCE, ONCE):
                     fair = theirs == NAIVE or len({point.facts["plans"][way] for way in PLANNED}) == 1
-                    found = point.speedup(theirs, ON_HOST, STEP) if fair else None
+                    over = point.speedup(theirs, ON_HOST, STEP) if fair else None
                     remark = f"{budget}, over {theirs}{'' if fair else '; undecided: plans differ'}"
-                    lines.append(Comparison(target("host-meanwhile"), found, remark))
+                    lines.append(Comparison(target("host-meanwhile"), over, remark))
             lines += [_once_over_each(point, budget), *_peaks(point, budget)]
             away = max(point.values(way, DIFFERENCE)[0] for way in WAYS if point.has(way, DIFFERENCE))
             lines.append(Comparison(target("ranks-difference"), spread([away]), budget))
