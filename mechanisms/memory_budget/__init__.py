@@ -32,7 +32,7 @@ from retime.mechanisms.memory_budget.offload import (
     check_host_text,
     parse_host,
 )
-from retime.mechanisms.memory_budget.plan_files import read_plans, write_plans
+from retime.mechanisms.memory_budget.plan_files import PlanFileError, read_plans, write_plans
 from retime.mechanisms.memory_budget.planner import DryRuns, StepPlanner
 from retime.mechanisms.memory_budget.report import (
     AnotherPath,
@@ -68,6 +68,7 @@ __all__ = [
     "OnShapeChange",
     "PlanChoice",
     "PlanMismatch",
+    "PlanFileError",
     "PlannedShape",
     "ResidentTensor",
     "SETTING_UP",

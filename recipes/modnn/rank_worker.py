@@ -17,7 +17,13 @@ from retime.foundations.cpu_pool import FreedMemory, trim_heap
 from retime.foundations.measure import MemoryProbe
 from retime.foundations.streams import has_streams
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
-from retime.mechanisms.memory_budget import BudgetedDataParallelStep, OffloadSavedTensors, bucket_bytes, parse_host
+from retime.mechanisms.memory_budget import (
+    BudgetedDataParallelStep,
+    OffloadSavedTensors,
+    PlanFileError,
+    bucket_bytes,
+    parse_host,
+)
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.cpuacc.naive import ONE_BUCKET_MB, RootUpdate
 from retime.recipes.modnn.budget_worker import resident_bytes
@@ -30,7 +36,7 @@ NAIVE, NAIVE_ONCE = "whole batches, naive", "once a batch, naive"
 ON_HOST = "once a batch, on the host"
 """The paper's way: the host adds up while the last sub-batch runs."""
 PLANNED = (ONCE, NAIVE_ONCE, ON_HOST)
-"""The ways inside a budget, by one plan."""
+"""The ways inside a budget, by one plan where it holds in all of them."""
 _BUCKETS_MADE = 2
 """DDP makes its buckets once more in its second step."""
 
@@ -104,7 +110,7 @@ class Rank:
         samples = OffloadPlan.parse(request["plan"]).sub_batch if self._way == EACH else len(batch[0])
         part = batch[0][:samples], batch[1][:samples]
         inside = self._budgeted(request, model, optimizer) if self._way in PLANNED else None
-        with suppress(BudgetError):  # if it is too small, the step that is to train says so
+        with suppress(BudgetError, PlanFileError):  # then the step that is to train says so, or plans for itself
             for _ in range(2):
                 optimizer.zero_grad()
                 if inside is None:
@@ -132,7 +138,12 @@ class Rank:
     def _within_budget(self, request: dict[str, Any]) -> dict[str, Any]:
         budget = request["budget_bytes"]
         self._inside = self._budgeted(request, self._model, self._optimizer)
-        shape = self._inside.plan(self._loss, self._batch)
+        try:
+            shape = self._inside.plan(self._loss, self._batch)
+        except PlanFileError:  # this way needs more beside it, as one bucket does: it gets a plan of its own
+            self._inside.remove()
+            self._inside = self._budgeted({**request, "plans": request["plans"] + ".own"}, self._model, self._optimizer)
+            shape = self._inside.plan(self._loss, self._batch)
         self._plan = shape.choice.plan
         return {
             "in_flight_bytes": shape.choice.in_flight_bytes,

@@ -1,4 +1,4 @@
-"""Figures 17 and 18 of moDNN for real: ranks inside a budget each, all by one plan, and who adds up gradients when.
+"""Figures 17 and 18 of moDNN for real: ranks inside a budget, by one plan where it holds in all ways of adding up.
 
 A root that updates and broadcasts at the end of a step is the paper's naive way, the host meanwhile is moDNN's; torch's
 DDP is a stronger peer than the first.
