@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -47,15 +47,11 @@ from retime.mechanisms.memory_budget.search import (
     PlanTrial,
     examined,
     part_sizes,
-    plan_after,
     search_plan,
 )
 from retime.mechanisms.memory_budget.separability import certify, compared
 from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.schedules.budget import BudgetError, OffloadPlan
-
-if TYPE_CHECKING:
-    from retime.mechanisms.memory_budget.plans import BatchRecord
 
 # How far planning is: which stage of how many.
 
@@ -361,7 +357,6 @@ class FirstSteps:
         self._model, self._optimizers = planner.model, planner.optimizers
         self._budget_bytes, self._options = planner.budget_bytes, planner.options
         self._too_large: set[Any] = set()
-        self._saved: dict[Any, tuple[int, tuple[int, ...], list[int]]] = {}
 
     def begin(self, key: Any, batch: Any, samples: int, may_stop: bool) -> PlannedShape | None:
         """What the first step of a shape is to run under; None: it has to be planned for.
@@ -377,24 +372,6 @@ class FirstSteps:
         elif not (may_stop and self._roomy(key, batch)):
             return None
         return PlannedShape(samples, PlanChoice(plan))
-
-    def note(self, record: BatchRecord, sizes: Sequence[int]) -> None:
-        """What the first step of a shape saved, in bytes, everything offloaded."""
-        self._saved[record.key] = record.samples, record.sizes, list(sizes)
-
-    def planned(self, record: BatchRecord, needed_bytes: Callable[[], int | None]) -> PlannedShape | None:
-        """What follows from the first step of a shape; None before it, and for a batch that is larger.
-
-        Args:
-            needed_bytes: the most that it held, everything offloaded; None where it cannot be measured.
-
-        Raises:
-            BudgetError: that is more than the budget.
-        """
-        samples, batch_sizes, sizes = self._saved.pop(record.key, (-1, (), []))
-        if not record.fits(samples, batch_sizes):
-            return None
-        return PlannedShape(samples, plan_after(samples, sizes, needed_bytes(), self._budget_bytes), note=AFTER)
 
     def _roomy(self, key: Any, batch: Any) -> bool:
         """Whether the first step of this shape may be trained without a plan.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -20,7 +21,7 @@ from retime.foundations.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory_budget.dry_run import everything
 from retime.mechanisms.memory_budget.offload import HostTier, OffloadReport, OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory_budget.plan_files import GivenPlans, plans_in, state_of
-from retime.mechanisms.memory_budget.planner import FirstSteps, Step, StepPlanner
+from retime.mechanisms.memory_budget.planner import AFTER, FirstSteps, Step, StepPlanner
 from retime.mechanisms.memory_budget.report import (
     BudgetReport,
     GraphPaths,
@@ -30,7 +31,7 @@ from retime.mechanisms.memory_budget.report import (
     warn_of_whole,
     why_anew,
 )
-from retime.mechanisms.memory_budget.search import PlanChoice
+from retime.mechanisms.memory_budget.search import PlanChoice, plan_after
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
 
@@ -118,8 +119,17 @@ class BatchRecord:
 
     def fits(self, samples: int, sizes: tuple[int, ...]) -> bool:
         """Whether it is no larger than a batch of so many samples and these sizes: those of graphs differ in size."""
-        alike = self.samples <= samples and len(self.sizes) == len(sizes)
-        return alike and all(one <= other for one, other in zip(self.sizes, sizes, strict=True))
+        return self.samples <= samples and _no_larger(self.sizes, sizes)
+
+    def without_batch(self) -> BatchRecord:
+        """The same of a batch that may go."""
+        record = copy(self)
+        record.batch = ()
+        return record
+
+
+def _no_larger(sizes: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    return len(sizes) == len(others) and all(one <= other for one, other in zip(sizes, others, strict=True))
 
 
 MOST_PLANS = 128
@@ -137,66 +147,90 @@ class _Entry:
 
 
 class PlanCache:
-    """One plan a key, with the sizes it was made for and the graph paths that were seen under it.
+    """The plans of each key, with the sizes they were made for and the graph paths that were seen under them.
 
-    Plans of an earlier run wait by name, until a batch that they were made for comes.
+    A key has several plans where each is for more of something, as batches of more nodes and of more edges are. Plans
+    of an earlier run wait by name, until a batch that they were made for comes.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Key, _Entry] = {}  # used longest ago first
+        self._entries: dict[Key, list[_Entry]] = {}  # used longest ago first
         self._earlier: dict[str, PlannedShape] = {}
         self._unexamined: set[Key] = set()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(map(len, self._entries.values()))
+
+    def _of(self, record: BatchRecord) -> _Entry | None:
+        """The one used last of those that hold for a batch."""
+        entries = reversed(self._entries.get(record.key, ()))
+        return next((one for one in entries if record.fits(one.shape.samples, one.sizes)), None)
 
     def find(self, record: BatchRecord) -> PlannedShape | None:
         """The plan that holds for a batch; None if there is none."""
-        entry = self._entries.get(record.key)
-        return entry.shape if entry is not None and record.fits(entry.shape.samples, entry.sizes) else None
+        entry = self._of(record)
+        return None if entry is None else entry.shape
 
     def paths(self, record: BatchRecord) -> GraphPaths:
-        """The graph paths that were seen under the plan of this key; new ones where there is no plan."""
-        entry = self._entries.get(record.key)
+        """The graph paths that were seen under a batch's plan; new ones where there is no plan."""
+        entry = self._of(record)
         return GraphPaths() if entry is None else entry.paths
 
     def add(self, record: BatchRecord, shape: PlannedShape) -> None:
-        """Batches like this one run under this plan from now on; what was known of its key goes."""
+        """Batches like this one, and smaller ones, run under this plan from now on, and under no earlier one."""
+        entries = self._others(record)
         self._entries.pop(record.key, None)
         self._unexamined.discard(record.key)
         constants = shape.certificate is not None and shape.certificate.constants
-        self._entries[record.key] = _Entry(shape, record.sizes, GraphPaths(constants))
-        while len(self._entries) > MOST_PLANS:
-            del self._entries[next(iter(self._entries))]
+        self._entries[record.key] = [*entries, _Entry(shape, record.sizes, GraphPaths(constants))]
+        while len(self) > MOST_PLANS:
+            key, oldest = next(iter(self._entries.items()))
+            del oldest[0]
+            if not oldest:
+                del self._entries[key]
+
+    def _others(self, record: BatchRecord) -> list[_Entry]:
+        """The plans of a key that stay when this batch is planned: those for more of one thing and less of another."""
+        return [
+            entry
+            for entry in self._entries.get(record.key, ())
+            if not _no_larger(entry.sizes, record.sizes) and not _no_larger(record.sizes, entry.sizes)
+        ]
 
     def use(self, record: BatchRecord) -> None:
-        """The plan of this key is the one used last."""
-        self._entries[record.key] = self._entries.pop(record.key)
+        """The plan of this batch is the one used last."""
+        entry = self._of(record)
+        entries = self._entries.pop(record.key)
+        self._entries[record.key] = sorted(entries, key=lambda one: one is entry)
 
     def recertify(self, record: BatchRecord, certificate: Certificate) -> PlannedShape:
         """More is known of whether this batch may be split; returns the plan with that."""
-        entry = self._entries[record.key]
+        entry = self._of(record)
+        assert entry is not None
         entry.shape = replace(entry.shape, certificate=certificate)
         return entry.shape
 
     def renew(self, record: BatchRecord, before: PlannedShape, now: PlannedShape) -> None:
         """More is known of a plan, if it is still there."""
-        entry = self._entries.get(record.key)
-        if entry is not None and entry.shape is before:
-            entry.shape = now
+        for entry in self._entries.get(record.key, ()):
+            if entry.shape is before:
+                entry.shape = now
 
     def drop(self, plan: OffloadPlan) -> None:
         """It does not hold: nothing runs under it any more, nor takes it up from an earlier run."""
-        for key, entry in list(self._entries.items()):
-            if entry.shape.choice.plan == plan:
+        for key, entries in list(self._entries.items()):
+            dropped = [entry for entry in entries if entry.shape.choice.plan == plan]
+            if any(entry.paths.new for entry in dropped):
+                self._unexamined.add(key)
+            self._entries[key] = [entry for entry in entries if entry not in dropped]
+            if not self._entries[key]:
                 del self._entries[key]
-                if entry.paths.new:
-                    self._unexamined.add(key)
         self._earlier = {name: shape for name, shape in self._earlier.items() if shape.choice.plan != plan}
 
     def shapes(self, but: BatchRecord | None = None) -> list[PlannedShape]:
-        """All that is planned, used longest ago first; without the plan of one key."""
-        return [entry.shape for key, entry in self._entries.items() if but is None or key != but.key]
+        """All that is planned, used longest ago first; without what goes when this batch is planned."""
+        stay = {} if but is None else {but.key: self._others(but)}
+        return [entry.shape for entries in {**self._entries, **stay}.values() for entry in entries]
 
     def same_shape(self, record: BatchRecord) -> bool:
         """Whether there is a plan for such batches and another state of the model."""
@@ -204,7 +238,7 @@ class PlanCache:
 
     def unexamined(self) -> bool:
         """Whether a batch took a graph path that no later one was examined for."""
-        return bool(self._unexamined) or any(entry.paths.new for entry in self._entries.values())
+        return bool(self._unexamined) or any(entry.paths.new for entry in chain(*self._entries.values()))
 
     def earlier(self, record: BatchRecord) -> PlannedShape | None:
         """An earlier run's plan for a batch like this one."""
@@ -212,8 +246,8 @@ class PlanCache:
         return None if shape is None or record.samples > shape.samples else shape
 
     def state(self, made_for: Mapping[str, Any]) -> dict[str, Any]:
-        """All plans in plain types, and what they were made for."""
-        return state_of(made_for, {name_of(key): entry.shape for key, entry in self._entries.items()})
+        """The plans used last of all keys in plain types, and what they were made for."""
+        return state_of(made_for, {name_of(key): entries[-1].shape for key, entries in self._entries.items()})
 
     def load(self, state: object, made_for: Mapping[str, Any]) -> None:
         """Take up what :meth:`state` gave in an earlier run.
@@ -265,8 +299,12 @@ class Offloads:
 
     def keep_only(self, plans: Container[OffloadPlan]) -> None:
         """Forget all other plans, but not before their last backward pass has ended: then at a later call."""
-        for plan in [plan for plan, offload in self._of.items() if plan not in plans and offload.ended]:
+        for plan in [plan for plan in self._of if plan not in plans and self.ended(plan)]:
             self.forget(plan)
+
+    def ended(self, plan: OffloadPlan) -> bool:
+        """Whether no backward pass is to come of what a plan moved."""
+        return plan not in self._of or self._of[plan].ended
 
     def forget_all(self) -> None:
         """No plan is used any more."""
@@ -305,6 +343,7 @@ class BatchPlans:
         self.planner, self.book, self.options = planner, PlanCache(), planner.options
         self.first = FirstSteps(planner)
         self._first_step: tuple[BatchRecord, PlannedShape] | None = None
+        self._offloaded_first: tuple[BatchRecord, list[int]] | None = None
         self._given = None if self.options.plan is None else GivenPlans(self.options.plan, planner)
         self.memory = MemoryLimit(planner.model, planner.optimizers, self.options.hidden_bytes)
         self._offloads, self._report, self._compiled, self._make_plan = offloads, report, compiled, make_plan
@@ -313,13 +352,10 @@ class BatchPlans:
         """Plan, or return what the first step of a shape is to run under, which is trained to find out the rest."""
         self.measure_first()
         self._first_step = None
+        self._plan_offloaded_first(record.batch)
         is_decided = self.book.find(record) is not None or (self.book and self.options.on_shape_change == "error")
         if is_decided or self._given is not None:
             return self.plan(step, record)
-        shape = self.first.planned(record, lambda: self.memory.needed_bytes(record.batch))
-        if shape is not None:
-            self._offloads.forget(everything(shape.samples))
-            return self.keep(record, shape)
         first = self.first.begin(record.key, record.batch, record.samples, may_stop and self.options.may_stop)
         if first is None:
             return self.plan(step, record)
@@ -412,7 +448,7 @@ class BatchPlans:
         self._reserve([*self.book.shapes(but=record), shape])
         self.book.add(record, shape)
         self._report.note(shape, MOST_PLANS)
-        self._first_step = None if shape.first_step_bytes is None else (record, shape)
+        self._first_step = None if shape.first_step_bytes is None else (record.without_batch(), shape)
         self._limit_freed(record.batch)
         self.options.say(str(shape))
         return shape
@@ -426,6 +462,29 @@ class BatchPlans:
         self._report.renew(before, shape)
         self.book.renew(record, before, shape)
         self._first_step = record, shape
+
+    def offloaded_first(self, record: BatchRecord) -> None:
+        """Note what the first step of a shape saves, everything offloaded: the next batch begins with a plan for it."""
+        self._offloaded_first = record.without_batch(), [*self._offloads.sizes(everything(record.samples))]
+
+    def _plan_offloaded_first(self, batch: Any) -> None:
+        """What follows from the first step of a shape that ended last, everything offloaded.
+
+        While its backward pass is to come, nothing does: a later step of its shape will tell.
+
+        Raises:
+            BudgetError: it held more than the budget.
+        """
+        (record, sizes), self._offloaded_first = self._offloaded_first or (None, []), None
+        if record is None or not self._offloads.ended(everything(record.samples)):
+            return
+        needed_bytes = self.memory.needed_bytes(())
+        if needed_bytes is not None:
+            needed_bytes += sum(record.sizes)
+        choice = plan_after(record.samples, sizes, needed_bytes, self.planner.budget_bytes)
+        self._offloads.forget(everything(record.samples))
+        self.keep(record, PlannedShape(record.samples, choice, note=AFTER))
+        self._limit_freed(batch)
 
     def keep_whole(self, step: Step, record: BatchRecord, reason: str) -> None:
         """Batches like this one are not split any more."""

@@ -317,7 +317,7 @@ class PlannedBatches:
         for known in found:
             plans.keep(record, known)
         if not found:
-            plans.first.note(record, self._offloads.sizes(shape.choice.plan))
+            plans.offloaded_first(record)
 
     @contextmanager
     def _hooks(self, part: Any, choice: PlanChoice) -> Iterator[None]:

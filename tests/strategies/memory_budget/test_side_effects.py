@@ -105,8 +105,8 @@ class BareLoop:
         optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.step = BudgetedStep(self.model, [optimizer], 500_000, HostMemory("cpu"), **options)
 
-    def run(self, samples: int) -> None:
-        self.step.run(self._loss, torch.ones(samples, 16))
+    def run(self, *shape: int) -> None:
+        self.step.run(self._loss, torch.ones(*shape, 16))
 
     def _loss(self, hidden: Tensor) -> Tensor:
         self.calls.append(len(hidden))
@@ -121,6 +121,23 @@ def test_a_larger_batch_behind_a_first_one_is_not_run_dry() -> None:
         loop.run(samples)
     assert loop.calls == [32, 64, 64, 32]
     loop.step.remove()
+
+
+def test_each_shape_is_planned_from_its_own_first_step() -> None:
+    """Not from what the last step held, which is another shape's."""
+    plans = []
+    for shapes in ([(64,), (64,)], [(64,), (40, 1), (64,), (40, 1)]):
+        loop = BareLoop(dry_run="off")
+        for shape in shapes:
+            loop.run(*shape)
+        assert loop.calls == [samples for samples, *_ in shapes]
+        plans.append({shape.samples: shape.choice for shape in loop.step.report().shapes})
+        loop.step.remove()
+    alone, in_turns = plans
+    assert list(alone) == [64]
+    assert list(in_turns) == [64, 40]
+    assert alone[64].plan.offload, "not all of it fits"
+    assert in_turns[64] == alone[64]
 
 
 def test_a_bare_loop_is_stopped_as_well(offloads: None) -> None:

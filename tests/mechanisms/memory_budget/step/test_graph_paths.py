@@ -172,7 +172,7 @@ def test_paths_that_change_with_every_batch_are_warned_of_once(trained: Any) -> 
     with pytest.warns(DifferenceWarning, match="another path through the model from batch to batch. 4 were") as caught:
         train()
     assert len(caught) == 1
-    (entry,) = ours.budget._plans.book._entries.values()
+    ((entry,),) = ours.budget._plans.book._entries.values()
     assert len(entry.paths._known) == 4
 
 
@@ -209,6 +209,16 @@ def test_larger_samples_under_a_split_hook_are_planned_anew(trained: Any) -> Non
     small, large = ours.budget.report().shapes[-2:]
     assert large.choice.peak_bytes > 1.5 * small.choice.peak_bytes
     assert large.choice.peak_bytes <= 150_000
+
+
+@pytest.mark.parametrize("dry_run", ["auto", "off"])
+def test_batches_of_more_nodes_and_of_more_graphs_take_turns_by_two_plans(trained: Any, dry_run: Any) -> None:
+    ours = trained(150_000, split=cut, loss_weight=lambda part: len(part[-1]), dry_run=dry_run)
+    for count, nodes in ((16, 40), (8, 100)) * 3:
+        ours.optimizer.zero_grad()
+        ours.budget.run(graph_loss(ours), graphs(count, nodes))
+    assert [shape.samples for shape in ours.budget.report().shapes] == [16, 8]
+    assert ours.budget.report().plans == 2
 
 
 def rows(batch: Any, size: int) -> list[Any]:
