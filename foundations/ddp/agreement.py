@@ -143,21 +143,20 @@ def end_of_process(process: int) -> int:
 
 
 class RankProcesses:
-    """The processes of all ranks; each of them makes one of these, and closes it."""
+    """The processes of all ranks; each of them makes one of these, and closes it.
 
-    def __init__(self) -> None:
-        here = machine()
-        processes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(processes, (here, os.getpid()))
-        self._names = {
-            rank: f"rank {rank} (process {process})"
-            for rank, (_, process) in enumerate(processes)
-            if rank != dist.get_rank()
-        }
+    Args:
+        group: whose ranks; None: all.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        here, ranks = machine(), dist.get_process_group_ranks(group)
+        processes: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(processes, (here, os.getpid()), group=group)
+        others = [one for one in zip(ranks, processes, strict=True) if one[0] != dist.get_rank()]
+        self._names = {rank: f"rank {rank} (process {process})" for rank, (_, process) in others}
         self._ends = {
-            end: rank
-            for rank, (where, process) in enumerate(processes)
-            if rank in self._names and where == here and (end := end_of_process(process)) >= 0
+            end: rank for rank, (where, process) in others if where == here and (end := end_of_process(process)) >= 0
         }
 
     def explain(self, error: BaseException) -> str | None:
@@ -168,15 +167,28 @@ class RankProcesses:
             return inner.partition("\n\nAt:")[0]
         if isinstance(error, RankLostError) or not is_lost_message(error):
             return None
-        poll = select.poll()
-        for end in self._ends:
-            poll.register(end, select.POLLIN)
-        ended = [self._names[self._ends[end]] for end, _ in poll.poll(_PATIENCE_MS)] if self._ends else []
+        ended = self._ended(_PATIENCE_MS)
         if not ended and not any(backend in text.lower() for backend in ("gloo", "nccl")):
             return None
         names = list(self._names.values())
         whose = f"{' and '.join(ended)} ended" if ended else f"{' or '.join(names)} failed or ended"
         return f"{whose}; see its own error, or what killed it ({text})"
+
+    def check(self) -> None:
+        """Ask now and then where a message may not come: gloo ends none that was half sent when its rank ended.
+
+        Raises:
+            RankLostError: the process of another rank has ended; those of other machines are not seen to end.
+        """
+        ended = self._ended(0)
+        if ended:
+            raise RankLostError(f"{' and '.join(ended)} ended; see its own error, or what killed it")
+
+    def _ended(self, patience_ms: int) -> list[str]:
+        poll = select.poll()
+        for end in self._ends:
+            poll.register(end, select.POLLIN)
+        return [self._names[self._ends[end]] for end, _ in poll.poll(patience_ms)] if self._ends else []
 
     def close(self) -> None:
         """Give the descriptors back."""

@@ -9,6 +9,7 @@ DDP takes one hook and never gives it up. So what is registered belongs to the m
 of the moment: the slot can be given back, and taken by another.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable
 from datetime import timedelta
@@ -190,6 +191,9 @@ class DeviceReducer:
     abort = close
 
 
+_MOMENT_S = 2.0
+
+
 class OwnGroupsReducer:
     """All-reduces in process groups of its own.
 
@@ -216,7 +220,11 @@ class OwnGroupsReducer:
         for group in groups:
             close_group(group)
 
-    abort = close
+    def abort(self) -> None:
+        """The same, but waited for a moment only: a group's threads, which end with it, may wait for a lost rank."""
+        ending = threading.Thread(target=self.close, name="retime-abort", daemon=True)
+        ending.start()
+        ending.join(_MOMENT_S)
 
 
 # What runs when DistributedDataParallel has finished a backward pass.

@@ -5,6 +5,7 @@ looks at its gradient first waits until the all-reduce of that gradient has ende
 plain optimizers see complete gradients without knowing of any of this.
 """
 
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -148,15 +149,30 @@ class PendingGradient(PendingUpdate):
     """Parameters whose gradients are on their way; reading one waits for the all-reduce."""
 
 
-class Reduction:
-    """One all-reduce on its way, for the gradients of ``parameters``."""
+_ASK_S = 1.0
+"""How often who waits for a reduction asks whether the other ranks are there."""
 
-    def __init__(self, parameters: Iterable[Tensor], done: torch.futures.Future[Tensor]) -> None:
+
+class Reduction:
+    """One all-reduce on its way, for the gradients of ``parameters``.
+
+    Args:
+        check_ranks: raises an error if another rank is gone.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], done: torch.futures.Future[Tensor], check_ranks: Callable[[], None]
+    ) -> None:
         self.parameters = list(parameters)
-        self._done = done
+        self._done, self._check_ranks = done, check_ranks
 
     def wait(self) -> None:
         """Return when the gradients are complete (on CUDA: when the current stream will see them so)."""
+        if not self._done.done():
+            came = threading.Event()
+            self._done.add_done_callback(lambda _: came.set())
+            while not came.wait(_ASK_S):
+                self._check_ranks()
         self._done.wait()
 
     def watch(self, on_read: Callable[[], None]) -> None:
@@ -179,10 +195,11 @@ class Reductions:
         reducer: sums; it stays its owner's.
         ranks: how many there are.
         divide: whether gradients are divided by that number, or multiplied by its rounded reciprocal.
+        check_ranks: raises an error if one of them is gone, which a reducer need not notice.
     """
 
-    def __init__(self, reducer: Reducer, ranks: int, *, divide: bool) -> None:
-        self._reducer = reducer
+    def __init__(self, reducer: Reducer, ranks: int, *, divide: bool, check_ranks: Callable[[], None]) -> None:
+        self._reducer, self._check_ranks = reducer, check_ranks
         self._ranks = ranks
         self._divide = divide
         self._on_their_way: list[Reduction] = []
@@ -191,7 +208,7 @@ class Reductions:
         """Begin to replace ``values``, the gradients of ``parameters``, by their mean over the ranks."""
         # .data has a version counter of its own: the sum's arrival is no change in place by somebody else
         done = start_mean(self._reducer, key, values.data, self._ranks, divide=self._divide, urgent=urgent)
-        self._on_their_way.append(Reduction(parameters, done))
+        self._on_their_way.append(Reduction(parameters, done, self._check_ranks))
 
     def take(self) -> list[Reduction]:
         """Return the reductions that began since the last call."""

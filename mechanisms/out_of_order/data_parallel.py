@@ -7,6 +7,7 @@ the next forward pass needs them first.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from retime.foundations.ddp import (
     BucketMap,
     OwnGroupsReducer,
     PendingGradient,
+    RankProcesses,
     Reducer,
     Reduction,
     Reductions,
@@ -175,6 +177,7 @@ class BucketScheduler:
         model: whose buckets are sent.
         reducer: sums; it stays its owner's.
         divide: whether gradients are divided by the number of ranks, or multiplied by its rounded reciprocal.
+        check_ranks: raises an error if another rank is gone.
 
     Attributes:
         buckets: of the wrapper, as far as they are known.
@@ -183,10 +186,13 @@ class BucketScheduler:
         never_rebuilds: whether the wrapper keeps the buckets that it was built with.
     """
 
-    def __init__(self, model: DistributedDataParallel, reducer: Reducer, *, divide: bool) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, reducer: Reducer, *, divide: bool, check_ranks: Callable[[], None]
+    ) -> None:
         self._model = model
         self.buckets = BucketMap()
-        self.reductions = Reductions(reducer, dist.get_world_size(model.process_group), divide=divide)
+        ranks = dist.get_world_size(model.process_group)
+        self.reductions = Reductions(reducer, ranks, divide=divide, check_ranks=check_ranks)
         self.never_rebuilds = model.find_unused_parameters and not model.static_graph
         self.plan: BucketPlan | None = None
 
@@ -431,7 +437,9 @@ class OutOfOrderDataParallel:
         self._slot = comm_hook_of(model)
         self._slot.take(self, "out-of-order data parallel", "remove yours, or use plain DistributedDataParallel")
         self._reducer: Reducer = reducer or OwnGroupsReducer(model.process_group, timeout)
-        self._sending = BucketScheduler(model, self._reducer, divide=divide)
+        self._processes = RankProcesses(model.process_group)
+        weakref.finalize(self, self._processes.close)
+        self._sending = BucketScheduler(model, self._reducer, divide=divide, check_ranks=self._processes.check)
         if self._sending.never_rebuilds:
             self.k_choice.keep_order(UNUSED)
         self._handles += [
@@ -518,12 +526,15 @@ class OutOfOrderDataParallel:
             failed = False
         finally:
             self._arrivals.release()
-            for updates in list(self._updates):
-                updates.remove()
+            self._processes.close()
             for handle in self._handles:
                 handle.remove()
-            self._deferral.remove()
-            self._slot.give_back(self, self._reducer, failed=failed)
+            try:
+                for updates in list(self._updates):
+                    updates.remove()
+            finally:
+                self._deferral.remove()
+                self._slot.give_back(self, self._reducer, failed=failed)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         synchronised = model.training and torch.is_grad_enabled() and self.model.require_backward_grad_sync

@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from retime.foundations.ddp import RankLostError, RankProcesses, agreement
+from retime.foundations.ddp import RankLostError, RankProcesses, agreement, reductions
+from support.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system has no descriptors of processes")
 CLOSED = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
@@ -20,10 +23,10 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[by
     """The processes of ranks 1 and 2; this one is rank 0."""
     processes = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
 
-    def gather(into: list[Any], mine: Any) -> None:
+    def gather(into: list[Any], mine: Any, group: Any) -> None:
         into[:] = [mine, *((mine[0], one.pid) for one in processes)]
 
-    for name, value in {"get_world_size": 3, "get_rank": 0}.items():
+    for name, value in {"get_process_group_ranks": [0, 1, 2], "get_rank": 0}.items():
         monkeypatch.setattr(agreement.dist, name, lambda *_, value=value: value)
     monkeypatch.setattr(agreement.dist, "all_gather_object", gather)
     monkeypatch.setattr(agreement, "_PATIENCE_MS", 50)
@@ -42,6 +45,27 @@ def test_the_rank_whose_process_ended_is_named(others: list[subprocess.Popen[byt
     for error in (CLOSED, RuntimeError("Socket Timeout")):
         assert ranks.explain(error) == f"{second} ended; see its own error, or what killed it ({error})"
     ranks.close()
+
+
+def test_who_waits_for_a_reduction_hears_of_a_rank_that_ended(
+    others: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo does not tell: what was half sent when the other rank ended waits for its timeout."""
+    monkeypatch.setattr(reductions, "_ASK_S", 0.05)
+    ranks = RankProcesses()
+    late: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    threading.Timer(0.2, late.set_result, [torch.ones(1)]).start()
+    reductions.Reduction([], late, ranks.check).wait()
+    assert late.done()
+    others[0].kill()
+    others[0].wait()
+    with pytest.raises(RankLostError, match=rf"^rank 1 \(process {others[0].pid}\) ended; see its own error"):
+        reductions.Reduction([], torch.futures.Future(), ranks.check).wait()
+    ranks.close()
+
+
+def test_an_abort_does_not_wait_for_a_rank_that_stands_still() -> None:
+    assert float(run_two_ranks("standing_rank_worker.py", timeout_s=60)[0].stdout) < 10
 
 
 @pytest.mark.usefixtures("others")
