@@ -379,7 +379,13 @@ class SuspendedCall:
         return answer
 
     def stop(self, value: Any) -> Any:
-        """Inside of the call: hand ``value`` to :meth:`resume`, and wait for the next one's."""
+        """Inside of the call: hand ``value`` to :meth:`resume`, and wait for the next one's.
+
+        Raises:
+            _Closed: the rest is not wanted, also where a ``finally`` block stops again.
+        """
+        if self._wants_end:
+            raise _Closed
         self._outbox.put(value)
         answer = self._inbox.get()
         if self._wants_end:

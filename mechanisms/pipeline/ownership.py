@@ -363,6 +363,11 @@ class Ownership:
                 kept[name], parameter.grad = parameter.grad, None
         return kept
 
+    def put_back(self, kept: dict[str, Tensor]) -> None:
+        """Shared parameters have the gradients of steps before again: a step has failed, and its own are not summed."""
+        for name, gradient in kept.items():
+            self.parameters[name].grad = gradient
+
     def sum_shared(self, kept: dict[str, Tensor]) -> None:
         """Add up the gradients of parameters that several ranks have; all ranks call this."""
         for name in sorted(self.shared):

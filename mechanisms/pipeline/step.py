@@ -282,6 +282,9 @@ class PipelineStep:
             warn_of_gradient_hooks(self._model)
         try:
             self._run(spread, running)
+        except BaseException:
+            spread.owners.put_back(kept)
+            raise
         finally:
             set_random_state(random)
         spread.owners.sum_shared(kept)

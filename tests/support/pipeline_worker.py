@@ -570,10 +570,12 @@ def refused(name: str) -> None:
 
 def lost(when: str) -> None:
     """The last rank is killed, raises or does nothing more; the other says whose message did not come."""
-    model, step, batch = made("tied" if when == "shared" else "sequential")
+    model, step, batch = made("tied" if when in ("shared", "raises") else "sequential")
     group = dist.new_group(timeout=timedelta(seconds=limit_s(3 if when == "hangs" else 40)))
     pipeline = PipelineStep(model, group=group, microbatches=4)
     pipeline.train(step, batch)
+    shared = [pipeline.owners.parameters[name] for name in pipeline.owners.shared]
+    before = [None if one.grad is None else one.grad.clone() for one in shared]
     calls, is_last, told = 0, RANK == RANKS - 1, dist.distributed_c10d._get_default_store()
 
     def failing(part: Any) -> Tensor:
@@ -605,6 +607,10 @@ def lost(when: str) -> None:
         told.set(when, "1")
     except ArithmeticError as error:
         print("own", error)
+    if when == "raises":
+        assert any(one is not None for one in before)
+        pairs = [(one.grad, grad) for one, grad in zip(shared, before, strict=True) if grad is not None]
+        print("kept", all(now is not None and torch.equal(now, grad) for now, grad in pairs))
     sys.stdout.flush()
     os._exit(0)  # as a launcher ends a process that failed
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from retime.mechanisms.pipeline.calls import Workers
+from retime.mechanisms.pipeline.calls import HERE, SuspendedCall, Workers
 from support.time_limits import limit_s
 
 
@@ -28,3 +28,26 @@ def test_a_thread_that_is_at_its_task_when_all_are_stopped_ends_behind_it() -> N
     workers.stop()
     serving[1].join(limit_s(30))
     assert not serving[1].is_alive()
+
+
+def test_a_call_that_is_closed_ends_though_a_finally_block_stops_again() -> None:
+    workers, ended, serving = Workers(), threading.Event(), list[threading.Thread]()
+
+    def stops_at_two_layers() -> None:
+        call = HERE.call
+        serving.append(threading.current_thread())
+        try:
+            call.stop("the first layer")
+        finally:
+            try:
+                call.stop("the second layer, in what cleans up")
+            finally:
+                ended.set()
+
+    call = SuspendedCall(stops_at_two_layers, workers, 0)
+    assert call.resume() == "the first layer"
+    call.close()
+    assert ended.wait(limit_s(30))
+    workers.stop()
+    serving[0].join(limit_s(30))
+    assert not serving[0].is_alive()
