@@ -60,6 +60,7 @@ from retime.schedules.network import parse_rate
 
 SUMMARY = "which methods pay for your own training step, measured"
 _ROUNDS, _SEARCH_ROUNDS = 9, 5
+_FAR_BEHIND = 1.3
 _MOST_RANKS = 64
 _LATENCY_MS, _BUCKETS = 0.05, tuple(size * 2**20 for size in (1, 4, 25, 100))
 """Of simulated networks: of a message; bytes of DDP's buckets, of which the best count, for either way."""
@@ -358,6 +359,9 @@ class _Measuring:
                     times[setting].append(running[setting.kept_heap].block(limit, guess, **how)[0])
                 if began - limit.left_s() > limit.left_s():
                     break
+                if number:  # those far behind the fastest need no more rounds
+                    fastest = min(map(min, times.values()))
+                    settings = [one for one in settings if min(times[one]) < _FAR_BEHIND * fastest]
         finally:
             for one in running.values():
                 one.close()

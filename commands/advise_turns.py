@@ -17,7 +17,8 @@ from retime.foundations.measure import Spread
 from retime.foundations.workers import Server, Worker, WorkerError, free_port, rank_variables
 
 FASTER, SLOWER, UNDECIDED = "faster", "slower", "undecided"
-_LEAST_ROUNDS = 3
+_LEAST_ROUNDS, _ENOUGH_ROUNDS = 3, 5
+_HOPELESS = 0.9
 _BLOCK_MS, _MOST_STEPS = 300.0, 500
 """Of a block, which gives one number of a round; several steps where they are short."""
 _HAS_NO_EFFECT = re.compile(r"no effect(: | on these steps)|do not pay here|no CPU memory pool: ")
@@ -145,7 +146,9 @@ def settled(running: Running, warm_steps: int, limit: Limit) -> tuple[dict[str, 
 
 
 def in_turns(base: Running, other: Running, limit: Limit, rounds: int) -> tuple[list[Block], list[Block]]:
-    """Blocks of both, one of each a round, who is first in turn; fewer rounds where the time is short.
+    """Blocks of both, one of each a round, who is first in turn.
+
+    Fewer rounds where the time is short, or where the other is much slower in each of the first five.
 
     Raises:
         MethodError: it is too short for three, or one of them does not go on.
@@ -157,6 +160,9 @@ def in_turns(base: Running, other: Running, limit: Limit, rounds: int) -> tuple[
         for turn in (0, 1) if len(blocks[0]) % 2 else (1, 0):
             blocks[turn].append((base, other)[turn].block(limit, guesses[turn]))
         if began - limit.left_s() > limit.left_s():
+            break
+        speeds = [before / after for (before, _), (after, _) in zip(*blocks, strict=True)]
+        if len(speeds) >= _ENOUGH_ROUNDS and max(speeds) < _HOPELESS:
             break
     if len(blocks[0]) < min(rounds, _LEAST_ROUNDS):
         raise MethodError(f"only {len(blocks[0])} rounds in {limit}: give more")
