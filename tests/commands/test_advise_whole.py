@@ -83,6 +83,7 @@ def request_of(name: str, method: Any = PLAIN, ranks: int = 1) -> dict[str, Any]
     return {"job": job, "words": [f"advised_models:{name}"], **how}
 
 
+@pytest.mark.long
 def test_a_process_trains_in_turns(folder: Path) -> None:
     limit = Limit(limit_s(60))
     with closing(Running(serve, request_of("small", METHODS["fused_optimizer"]), {}, 1, limit)) as running:

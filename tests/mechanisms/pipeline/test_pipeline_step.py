@@ -15,7 +15,7 @@ Case = tuple[int, str]
 """How many ranks, and what they run."""
 
 SAME: dict[str, list[Case]] = {
-    "all_schedules_of_ours": [(2, f"gradients|sequential|{SOON},{LATER}|1"), (4, f"gradients|sequential|{SOON}|1")],
+    "schedules_of_ours": [(2, f"gradients|sequential|{SOON}|1"), (4, "gradients|sequential|ooo2,ooo_v,zbv|1")],
     "torchs_schedules": [
         (2, f"gradients|sequential|{TORCHS}|1"),
         (4, "gradients|sequential|InterleavedZeroBubble|1"),
@@ -58,7 +58,7 @@ OF_TRANSFORMERS: dict[str, list[Case]] = {
     "unmodified_models": [(2, "gradients|gpt2,bert,llama,gpt2_checkpointed|ooo2|1")],
     "means_over_labels_that_are_not_padding": [(2, "padded")],  # the first batch has none of it
 }
-ON_FOUR_RANKS = f"gradients|sequential|{LATER}|1"
+ALL_SCHEDULES: list[Case] = [(2, f"gradients|sequential|{LATER}|1"), (4, f"gradients|sequential|{SOON},{LATER}|1")]
 """Beside those of `SAME`, whose stages lie on ranks in the same ways."""
 OTHERS: list[Case] = [(4, "memory"), (2, "splits"), (4, "hollow|sequential"), (2, "counted"), (2, "parts")]
 
@@ -99,7 +99,7 @@ def started(ranks: int, kind: str) -> list[subprocess.CompletedProcess[str]]:
         "same": [case for cases in SAME.values() for case in cases],
         "transformers": [*(case for cases in OF_TRANSFORMERS.values() for case in cases), (2, "hollow|gpt2")],
         "others": OTHERS,
-        "later": [(4, ON_FOUR_RANKS)],
+        "later": ALL_SCHEDULES,
         "refused": [(2, f"refused|{name}") for name in REFUSALS],
     }
     return run_ranks(ranks, WORKER, *(case for count, case in listed[kind] if count == ranks), timeout_s=280)
@@ -117,8 +117,9 @@ def test_trains_as_one_device(name: str) -> None:
 
 
 @pytest.mark.long
-def test_all_schedules_train_on_four_ranks_as_on_one_device() -> None:
-    assert outputs(4, ON_FOUR_RANKS, "later") == ["same"] * 4
+@pytest.mark.parametrize(("ranks", "case"), ALL_SCHEDULES)
+def test_all_schedules_train_as_on_one_device(ranks: int, case: str) -> None:
+    assert outputs(ranks, case, "later") == ["same"] * ranks
 
 
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
@@ -209,5 +210,6 @@ def test_a_rank_that_sends_nothing_is_named_after_the_timeout():
 
 def test_an_exception_comes_through_on_its_rank():
     first, last = run_ranks(2, WORKER, "lost|raises", timeout_s=60)
-    assert last.stdout.splitlines()[1:] == ["own of the step's own"]
+    assert last.stdout.splitlines()[1:] == ["own of the step's own", "kept True"]
     assert "a message of rank 1 (stage" in first.stdout, first.stderr[-2000:]
+    assert first.stdout.endswith("\nkept True\n"), "what shared parameters had of the batch before"

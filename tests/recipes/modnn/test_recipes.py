@@ -85,6 +85,7 @@ def small_vgg() -> DryNetwork:
     return DryNetwork("small", model, 8, SGD, image_size=32)
 
 
+@pytest.mark.long
 def test_figure_9(run: Command) -> None:
     few = "{VGG-101: {batch_size: 128, model: {_target_: retime.recipes.models.vgg, depth: 101}}}"
     result = load(run("experiment=modnn_fig9", "~cases", f"+cases={few}"))

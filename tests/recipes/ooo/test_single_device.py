@@ -200,7 +200,9 @@ def test_fits_on_a_device_take_turns(
     assert_draws(recipe, result, tmp_path)
 
 
-@pytest.mark.parametrize("experiment", ["ooo_fig7", "ooo_fig7_more", "ooo_fig7_compiled"])
+@pytest.mark.parametrize(
+    "experiment", ["ooo_fig7", pytest.param("ooo_fig7_more", marks=pytest.mark.long), "ooo_fig7_compiled"]
+)
 def test_every_case_trains(experiment: str) -> None:
     for case in settings_for(f"experiment={experiment}").cases.values():
         loop = one_step.Loop({**case, "batch_size": 2}, 0, 1, two=True)

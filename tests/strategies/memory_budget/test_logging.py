@@ -123,7 +123,10 @@ def test_numbers_while_accumulating(way: str) -> None:
     assert_same_lines(Logs, way, accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize("large", [False, True])
+LARGE_LATER = pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.long)])
+
+
+@LARGE_LATER
 @OFFLOAD_LATER
 def test_metrics(way: str, large: bool) -> None:
     with warnings.catch_warnings():
@@ -153,7 +156,7 @@ class LearnsFromMetrics(Net):
         return loss
 
 
-@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.long)])
+@LARGE_LATER
 @OFFLOAD_LATER
 def test_a_metric_as_the_loss(way: str, large: bool) -> None:
     with warnings.catch_warnings():

@@ -95,7 +95,11 @@ def replaced(state: Any, path: tuple[Any, ...], value: Any) -> Any:
     return changed
 
 
-@pytest.mark.parametrize(("costs", "few"), [(OFFLOADS, ()), (SPLITS, ("plan", "samples"))], ids=["all", "sub-batches"])
+@pytest.mark.parametrize(
+    ("costs", "few"),
+    [pytest.param(OFFLOADS, (), marks=pytest.mark.long), (SPLITS, ("plan", "samples"))],
+    ids=["all", "sub-batches"],
+)
 def test_a_changed_state_never_changes_training(monkeypatch: pytest.MonkeyPatch, costs: Any, few: Any) -> None:
     """Most changes are found by what a state has to look like; with the others a step runs as with the right one."""
     use_costs(monkeypatch, costs)
