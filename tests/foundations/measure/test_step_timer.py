@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import nn
 
-from retime.foundations.measure.timing import EXPOSED, StepTimer, StepTiming
+from retime.foundations.measure.timing import EXPOSED, StepTimer
 from retime.mechanisms.fusion import fuse_optimizer
-
-
-def count(timing: StepTiming) -> dict[str, int]:
-    return dict(Counter(span.name for span in timing.spans))
-
-
-def assert_consistent(timing: StepTiming) -> None:
-    step = [span for span in timing.spans if span.lane == "step"]
-    assert all(span.duration_ms >= 0 for span in timing.spans)
-    assert all(a.end_ms <= b.start_ms + 1e-6 for a, b in pairwise(step))
-    assert timing.forward_ms + timing.backward_ms + timing.update_ms <= timing.step_ms + 1e-6
-    assert timing.communication_exposed_ms is not None
-    assert 0 <= timing.communication_exposed_ms <= timing.backward_ms
+from support.step_timings import assert_consistent, count
 
 
 def train_bare(timer: StepTimer, net: nn.Module) -> None:
