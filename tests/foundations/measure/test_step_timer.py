@@ -1,11 +1,14 @@
-"""The stop-watch below StepTimeline, in bare loops."""
+"""The stop-watch below StepTimeline, in bare loops; and what it and the probe below PeakMemory refuse."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from retime.foundations.measure.memory import MemoryProbe
 from retime.foundations.measure.timing import EXPOSED, StepTimer
 from retime.mechanisms.fusion import fuse_optimizer
 from support.step_timings import assert_consistent, count
@@ -65,12 +68,13 @@ def test_timer_does_not_stop_backward_fusion() -> None:
     assert late_updates(watched=True) == late_updates(watched=False)
 
 
-def test_timer_refuses_misuse() -> None:
-    timer = StepTimer()
+@pytest.mark.parametrize(("make", "ask"), [(StepTimer, StepTimer.timing), (MemoryProbe, MemoryProbe.peaks)])
+def test_misuse_is_refused(make: Any, ask: Any) -> None:
+    timer = make()
     with pytest.raises(RuntimeError, match="call start"):
         timer.switch("forward")
     with pytest.raises(RuntimeError, match="nothing to report"):
-        timer.timing()
+        ask(timer)
     timer.start()
     with pytest.raises(RuntimeError, match="called twice"):
         timer.start()

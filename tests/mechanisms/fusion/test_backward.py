@@ -189,28 +189,20 @@ def test_old_value_that_is_still_needed_is_kept(alias: bool) -> None:
         both("backward", make=lambda: LateReader(alias), bucket_bytes=1)
 
 
-def _one_step() -> tuple[nn.Module, torch.optim.Optimizer, BackwardFusion]:
-    """A fused loop right after its second backward()."""
+CHANGES: dict[str, Callable[[Any, Optimizer], object]] = {
+    "learning rate or another hyper-parameter was changed": lambda _, optimizer: optimizer.param_groups[0].update(lr=1),
+    "changed in place between": lambda model, _: model[0][0].weight.mul_(0.9),
+    "cleared or replaced between": lambda model, _: model[0].zero_grad(),
+}
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_changes_between_backward_and_step_are_refused(text: str) -> None:
     model, optimizer, fusion = fused(bucket_bytes=1, backward_passes=1)
     model(batches(1)[0]).sum().backward()
-    return model, optimizer, fusion
-
-
-def test_changes_between_backward_and_step_are_refused() -> None:
-    _, optimizer, fusion = _one_step()
-    optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(RuntimeError, match="learning rate or another hyper-parameter was changed"):
-        optimizer.step()
-    fusion.remove()
-    model, optimizer, fusion = _one_step()
     with torch.no_grad():
-        next(model.parameters()).mul_(0.9)
-    with pytest.raises(RuntimeError, match="changed in place between"):
-        optimizer.step()
-    fusion.remove()
-    model, optimizer, fusion = _one_step()
-    next(model.parameters()).grad = None
-    with pytest.raises(RuntimeError, match="cleared or replaced between"):
+        CHANGES[text](model, optimizer)
+    with pytest.raises(RuntimeError, match=text):
         optimizer.step()
     fusion.remove()
 
