@@ -126,6 +126,16 @@ def pool() -> "Iterator[MemoryPool]":
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> "Iterator[list[bool]]":
     """As where there is none; how often the C library was asked instead. It is not, as it cannot be asked back."""
     from retime.foundations.cpu_pool import pool as freed_memory

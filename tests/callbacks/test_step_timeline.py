@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,10 @@ from retime.callbacks.peak_memory import PeakMemory
 from retime.callbacks.step_timeline import StepTimeline
 from retime.callbacks.support import phases
 from retime.callbacks.support.phases import StrategyPhases
-from retime.foundations.measure.timing import EXPOSED, StepTimer, StepTiming
+from retime.foundations.measure.timing import EXPOSED, StepTimer
 from retime.foundations.messages import NoEffectWarning
 from support.browser import CHROMIUM, NO_CHROMIUM, click_through
+from support.step_timings import assert_consistent, count
 from support.trainers import IGNORED_WARNINGS, quiet_trainer
 from support.warm_start import run_program
 
@@ -118,19 +117,6 @@ def fit(callbacks: list[Callback], model: Net | None = None, batches: int = 6, *
 
 def quiet(**options: Any) -> StepTimeline:
     return StepTimeline(**{"every_n_steps": 1, "warm_up": 0, "png": False, "trace": False, "page": False, **options})
-
-
-def count(timing: StepTiming) -> dict[str, int]:
-    return dict(Counter(span.name for span in timing.spans))
-
-
-def assert_consistent(timing: StepTiming) -> None:
-    step = [span for span in timing.spans if span.lane == "step"]
-    assert all(span.duration_ms >= 0 for span in timing.spans)
-    assert all(a.end_ms <= b.start_ms + 1e-6 for a, b in pairwise(step))
-    assert timing.forward_ms + timing.backward_ms + timing.update_ms <= timing.step_ms + 1e-6
-    assert timing.communication_exposed_ms is not None
-    assert 0 <= timing.communication_exposed_ms <= timing.backward_ms
 
 
 def test_measures_every_nth_step_after_the_warm_up(tmp_path: Path) -> None:

@@ -112,12 +112,14 @@ def test_a_deterministic_fit_does_not_search() -> None:
     assert ours.strategy.report().setting.two_streams  # type: ignore[attr-defined]
 
 
-def test_nothing_is_left_behind_a_fit_that_fails() -> None:
-    module, strategy = Net(), two_streams()
+@pytest.mark.parametrize("fuse_updates", [False, True])
+def test_nothing_is_left_behind_a_fit_that_fails(fuse_updates: bool) -> None:
+    module, strategy = Net(), two_streams(fuse_updates=fuse_updates)
     module.fails_at = 3
     with pytest.raises(ArithmeticError, match="in the middle"):
         trainer(strategy).fit(module)
     assert_nothing_is_left(module)
+    assert not any(parameter._backward_hooks for parameter in module.parameters())
     report = strategy.report()
     assert report is not None
     assert report.sub_stream + report.main_stream == LAYERS * 2
@@ -212,15 +214,6 @@ def test_steps_that_need_all_gradients_update_behind_them(
 def test_a_second_fusion_is_refused(mode: str) -> None:
     with pytest.raises(ValueError, match="fus"):
         fit(two_streams(fuse_updates=True), retime.FuseOptimizer(mode))
-
-
-def test_nothing_is_left_behind_a_fused_fit_that_fails() -> None:
-    module, strategy = Net(), two_streams(fuse_updates=True)
-    module.fails_at = 3
-    with pytest.raises(ArithmeticError, match="in the middle"):
-        trainer(strategy).fit(module)
-    assert_nothing_is_left(module)
-    assert not any(parameter._backward_hooks for parameter in module.parameters())
 
 
 class Simulable(Net):

@@ -63,13 +63,6 @@ def _offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     use_costs(monkeypatch, OFFLOADS)
 
 
-@pytest.fixture(autouse=True)
-def _no_process_group_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Net]:
     """What the plain strategy trains, without a device."""

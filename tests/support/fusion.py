@@ -30,6 +30,13 @@ def adamw(parameters: Any) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
+def fused(mode: str = "backward", model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Optimizer, Any]:
+    """A model whose optimizer is fused, with both; nobody has run a step."""
+    model = network() if model is None else model
+    optimizer = adamw(model.parameters())
+    return model, optimizer, fuse_optimizer(model, optimizer, mode, **options)
+
+
 class Run:
     """A model and its optimizer after a loop, with what fusion reported."""
 

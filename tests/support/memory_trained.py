@@ -40,7 +40,7 @@ class Trained:
 
 
 def trained(
-    step_of: Callable[[nn.Module], Callable[[Any], Any]],
+    loss: Callable[[Any, Any], Any],
     model: nn.Module,
     batches: Sequence[Any],
     budgeted: bool,
@@ -50,13 +50,16 @@ def trained(
     """One optimizer step a batch; the model given is left alone.
 
     Args:
-        step_of: makes the training step of a model.
+        loss: the training step, of a model and a batch.
         change: what is done to the model before each batch but the first.
         sub_batch: the most samples of a part.
     """
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = step_of(model)
+
+    def step(batch: Any) -> Any:
+        return loss(model, batch)
+
     reasons: list[str] = []
     budget = None
     if budgeted:

@@ -1,19 +1,12 @@
 """What each rank decides by itself: numbers come back as they are, and a group that was given stays its owner's."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from retime.foundations.ddp import RankAgreement
 
-
-@pytest.fixture(autouse=True)
-def _one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("number", [0.25, -3.5, 0.0, float(2**32 - 1), float(2**53)])

@@ -4,13 +4,12 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -22,12 +21,7 @@ from retime.mechanisms.fusion import ReductionHook, fuse_optimizer
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, data_parallel
 from support.time_limits import limit_s
 
-
-@pytest.fixture(autouse=True)
-def _one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def wrapped() -> DistributedDataParallel:

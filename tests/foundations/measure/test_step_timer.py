@@ -1,29 +1,17 @@
-"""The stop-watch below StepTimeline, in bare loops."""
+"""The stop-watch below StepTimeline, in bare loops; and what it and the probe below PeakMemory refuse."""
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from retime.foundations.measure.timing import EXPOSED, StepTimer, StepTiming
+from retime.foundations.measure.memory import MemoryProbe
+from retime.foundations.measure.timing import EXPOSED, StepTimer
 from retime.mechanisms.fusion import fuse_optimizer
-
-
-def count(timing: StepTiming) -> dict[str, int]:
-    return dict(Counter(span.name for span in timing.spans))
-
-
-def assert_consistent(timing: StepTiming) -> None:
-    step = [span for span in timing.spans if span.lane == "step"]
-    assert all(span.duration_ms >= 0 for span in timing.spans)
-    assert all(a.end_ms <= b.start_ms + 1e-6 for a, b in pairwise(step))
-    assert timing.forward_ms + timing.backward_ms + timing.update_ms <= timing.step_ms + 1e-6
-    assert timing.communication_exposed_ms is not None
-    assert 0 <= timing.communication_exposed_ms <= timing.backward_ms
+from support.step_timings import assert_consistent, count
 
 
 def train_bare(timer: StepTimer, net: nn.Module) -> None:
@@ -80,12 +68,13 @@ def test_timer_does_not_stop_backward_fusion() -> None:
     assert late_updates(watched=True) == late_updates(watched=False)
 
 
-def test_timer_refuses_misuse() -> None:
-    timer = StepTimer()
+@pytest.mark.parametrize(("make", "ask"), [(StepTimer, StepTimer.timing), (MemoryProbe, MemoryProbe.peaks)])
+def test_misuse_is_refused(make: Any, ask: Any) -> None:
+    timer = make()
     with pytest.raises(RuntimeError, match="call start"):
         timer.switch("forward")
     with pytest.raises(RuntimeError, match="nothing to report"):
-        timer.timing()
+        ask(timer)
     timer.start()
     with pytest.raises(RuntimeError, match="called twice"):
         timer.start()

@@ -140,7 +140,8 @@ def test_a_weight_that_other_code_begins_to_read_is_refused_before_any_gradient(
 
 
 def test_double_backward_is_refused_before_any_gradient() -> None:
-    model = Around(nn.Linear(WIDTH, WIDTH), lambda layer, x: layer(x))
+    square = [part for _ in range(3) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))]
+    model = Around(nn.Sequential(*square), lambda layer, x: layer(x))
     deferral = WeightGradientDeferral(model, k=2)
     step(model, deferral)
     model.zero_grad()

@@ -1,10 +1,7 @@
 """Gradients summed in host memory: one rank of DistributedDataParallel; two are in test_memory_budget_ddp.py."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -21,10 +18,8 @@ from retime.strategies import MemoryBudgetDDPStrategy
         pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
     ]
 )
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield torch.device(request.param)
-    dist.destroy_process_group()
+def device(request: pytest.FixtureRequest, one_rank: None) -> torch.device:
+    return torch.device(request.param)
 
 
 def network(device: torch.device) -> nn.Module:

@@ -15,13 +15,11 @@ from retime.foundations.lazy_updates.optimizers import is_the_same_here
 from retime.mechanisms.fusion import BackwardFusion
 from retime.mechanisms.fusion.backward import GradientGuard
 from support.failing import FailsBackward
-from support.fusion import MakeOptimizer, adamw, assert_same, batches, both, network, train
+from support.fusion import MakeOptimizer, adamw, assert_same, batches, both, fused, network, train
 
 
 def test_updates_run_inside_backward_and_gradients_are_gone() -> None:
-    model = network()
-    optimizer = adamw(model.parameters())
-    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1)
+    model, optimizer, fusion = fused(bucket_bytes=1)
     first, second = batches(2)
     model(first).sum().backward()
     optimizer.step()
@@ -42,9 +40,7 @@ def test_gradient_memory_stays_within_a_bucket_and_a_layer() -> None:
     ours = train("backward", model=network(depth=12), bucket_bytes=layer, steps=3)
     first_step = 12 * layer  # all gradients live while uses are counted
     assert ours.report.peak_gradient_bytes == first_step
-    model = network(depth=12)
-    optimizer = adamw(model.parameters())
-    fusion = fuse_optimizer(model, optimizer, bucket_bytes=layer)
+    model, optimizer, fusion = fused(model=network(depth=12), bucket_bytes=layer)
     for i, x in enumerate(batches(3)):
         if i == 1:
             fusion.report().peak_gradient_bytes = 0
@@ -93,9 +89,7 @@ def test_several_backward_passes_a_step_are_learnt(micro_batches: int) -> None:
 
 
 def test_more_backward_passes_than_before_raise_until_marked() -> None:
-    model = network()
-    optimizer = adamw(model.parameters())
-    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1)
+    model, optimizer, fusion = fused(bucket_bytes=1)
     x, y, z = batches(3)
     model(x).sum().backward()
     optimizer.step()
@@ -195,30 +189,20 @@ def test_old_value_that_is_still_needed_is_kept(alias: bool) -> None:
         both("backward", make=lambda: LateReader(alias), bucket_bytes=1)
 
 
-def _one_step() -> tuple[nn.Module, torch.optim.Optimizer, BackwardFusion]:
-    """A fused loop right after its second backward()."""
-    model = network()
-    optimizer = adamw(model.parameters())
-    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1, backward_passes=1)
+CHANGES: dict[str, Callable[[Any, Optimizer], object]] = {
+    "learning rate or another hyper-parameter was changed": lambda _, optimizer: optimizer.param_groups[0].update(lr=1),
+    "changed in place between": lambda model, _: model[0][0].weight.mul_(0.9),
+    "cleared or replaced between": lambda model, _: model[0].zero_grad(),
+}
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_changes_between_backward_and_step_are_refused(text: str) -> None:
+    model, optimizer, fusion = fused(bucket_bytes=1, backward_passes=1)
     model(batches(1)[0]).sum().backward()
-    return model, optimizer, fusion
-
-
-def test_changes_between_backward_and_step_are_refused() -> None:
-    _, optimizer, fusion = _one_step()
-    optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(RuntimeError, match="learning rate or another hyper-parameter was changed"):
-        optimizer.step()
-    fusion.remove()
-    model, optimizer, fusion = _one_step()
     with torch.no_grad():
-        next(model.parameters()).mul_(0.9)
-    with pytest.raises(RuntimeError, match="changed in place between"):
-        optimizer.step()
-    fusion.remove()
-    model, optimizer, fusion = _one_step()
-    next(model.parameters()).grad = None
-    with pytest.raises(RuntimeError, match="cleared or replaced between"):
+        CHANGES[text](model, optimizer)
+    with pytest.raises(RuntimeError, match=text):
         optimizer.step()
     fusion.remove()
 
@@ -237,22 +221,18 @@ def test_module_backward_hooks_are_refused() -> None:
     model = network()
     model[1].register_full_backward_hook(lambda *_: None)  # type: ignore[index]
     with pytest.raises(ValueError, match="backward hook of 1 may read"):
-        fuse_optimizer(model, adamw(model.parameters()))
+        fused(model=model)
 
 
 def test_fusing_again_below_a_scheduler() -> None:
-    model = network()
-    optimizer = adamw(model.parameters())
-    fusion = fuse_optimizer(model, optimizer)
+    model, optimizer, fusion = fused()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     fusion.remove()
     fuse_optimizer(model, optimizer).remove()
 
 
 def test_reading_a_used_gradient_raises_and_says_what_to_do() -> None:
-    model = network()
-    optimizer = adamw(model.parameters())
-    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1)
+    model, optimizer, fusion = fused(bucket_bytes=1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     for i, x in enumerate(batches(2)):
@@ -329,9 +309,7 @@ def test_zeros_of_a_sparse_gradient_are_sparse() -> None:
 
 
 def test_guards_move_with_the_model() -> None:
-    model = network()
-    optimizer = adamw(model.parameters())
-    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1)
+    model, optimizer, fusion = fused(bucket_bytes=1)
     for x in batches(2):
         optimizer.zero_grad()
         model(x).sum().backward()
@@ -343,9 +321,7 @@ def test_guards_move_with_the_model() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")  # torch says it once a process
 def test_create_graph_is_refused() -> None:
-    model = network()
-    optimizer = adamw(model.parameters())
-    fusion = fuse_optimizer(model, optimizer)
+    model, _, fusion = fused()
     with pytest.raises(RuntimeError, match="create_graph"):
         model(batches(1)[0]).square().sum().backward(create_graph=True)
     fusion.remove()
@@ -377,9 +353,7 @@ def test_clip_value_folds_into_the_update() -> None:
 
 def test_other_peoples_gradient_hooks_see_the_gradient() -> None:
     seen: list[int] = []
-    model = network()
-    optimizer = adamw(model.parameters())
-    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1)
+    model, optimizer, fusion = fused(bucket_bytes=1)
     next(model.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.numel()))
     for i, x in enumerate(batches(3)):
         warned = pytest.warns(NoEffectWarning, match="hooks of others") if i == 1 else contextlib.nullcontext()
@@ -421,9 +395,8 @@ def test_remove_leaves_nothing_behind() -> None:
     ],
 )
 def test_bad_arguments_say_what_to_change(change: dict[str, Any], text: str) -> None:
-    model = network()
     with pytest.raises(ValueError, match=text):
-        fuse_optimizer(model, adamw(model.parameters()), **change)
+        fused(**change)
 
 
 def test_optimizer_of_another_model_is_refused() -> None:
@@ -432,9 +405,8 @@ def test_optimizer_of_another_model_is_refused() -> None:
 
 
 def test_meta_parameters_are_refused() -> None:
-    model = network().to("meta")
     with pytest.raises(ValueError, match="meta device"):
-        fuse_optimizer(model, adamw(model.parameters()))
+        fused(model=network().to("meta"))
 
 
 def test_an_alias_made_after_the_update_hides_no_second_gradient() -> None:

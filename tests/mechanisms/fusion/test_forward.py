@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from retime import NoEffectWarning, fuse_optimizer
 from retime.foundations.lazy_updates.pending import is_pending
 from retime.mechanisms.fusion.forward import ForwardFusion
-from support.fusion import adamw, batches, both, network
+from support.fusion import adamw, batches, both, fused, network
 
 
 def stepped(mode: str | None, model: nn.Module | None = None) -> tuple[nn.Module, Optimizer, Any]:
@@ -224,9 +224,7 @@ def test_two_optimizers_of_one_parameter_keep_their_order() -> None:
 
 
 def test_gradient_changed_after_the_step_raises() -> None:
-    model = network()
-    optimizer = adamw(model.parameters())
-    fuse_optimizer(model, optimizer, "forward")
+    model, optimizer, _ = fused("forward")
     model(batches(1)[0]).square().mean().backward()
     gradient = next(model.parameters()).grad
     assert gradient is not None

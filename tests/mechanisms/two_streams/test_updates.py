@@ -111,7 +111,6 @@ def test_bits_of_the_plain_optimizer(name: str, options: dict[str, Any]) -> None
     assert report.fusion is not None
     assert report.fusion.fused_updates >= report.updates
     assert f"{report.updates} updates right after their weight gradients" in report.what_was_done()
-    assert report.fusion is not None
     assert report.fusion.headline in report.what_was_done()
 
 
@@ -381,14 +380,10 @@ def test_nothing_runs_on_behind_a_failed_backward_pass() -> None:
     assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
-class TriesAPassOfItsOwn(torch.autograd.Function):
+class TriesAPassOfItsOwn(FailsBackward):
     """Runs a backward pass of its own inside of the outer one, which fails, and goes on."""
 
     own_pass: Callable[[], None]
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

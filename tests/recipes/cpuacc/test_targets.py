@@ -4,7 +4,6 @@ And the form for GPUs that it shares with other recipes: one rank on a simulated
 """
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,13 +52,6 @@ def test_it_measures_and_reports(tmp_path: Path) -> None:
 CPU: dict[str, Any] = {"hardware": {"device": "cpu"}, "backend": "gloo", "seed": 0, "batch_size": 2}
 DATA = {"_target_": "retime.recipes.data.synthetic_vectors", "features": 8, "classes": 8}
 MODEL = {"_target_": "retime.recipes.models.mlp", "depth": 2, "width": 8}
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -10,7 +10,7 @@ import pytest
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware
 from retime.recipes.modnn import power as modnn_power
-from retime.recipes.modnn.power import ENERGY, MEAN, NO_METER, EnergyMeter, Power
+from retime.recipes.modnn.power import ENERGY, MEAN, MOST, NO_METER, EnergyMeter, Power
 from retime.recipes.modnn.settings import MemorySettings, claim
 from retime.recipes.modnn.side_by_side import STEP, UNLIMITED
 
@@ -52,7 +52,8 @@ def test_joules_of_each_measured_block_are_reported(monkeypatch: pytest.MonkeyPa
 def test_power_over_unlimited() -> None:
     rows = [
         *(Row(name, STEP, "ms", [1.0, 1.0]) for name in (UNLIMITED, "50 %")),
-        *(Row(name, MEAN, "W", watts) for name, watts in ((UNLIMITED, [10.0, 20.0]), ("50 %", [11.0, 22.0]))),
+        *(Row(UNLIMITED, quantity, "", [10.0, 20.0]) for quantity in (ENERGY, MEAN, MOST)),
+        *(Row("50 %", quantity, "", [11.0, 22.0]) for quantity in (ENERGY, MEAN, MOST)),
     ]
     point = Point({"network": "net"}, {}, rows, {"meter": "made up", "ideal peak MiB": 10.0})
     (line,) = Power().compare(Result("modnn_fig15", "", "modnn", "Figures 15 and 16", "", [point]))

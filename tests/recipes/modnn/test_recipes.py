@@ -18,13 +18,7 @@ from retime.recipes.modnn.budget_worker import Server
 from retime.recipes.modnn.budgets import Budgets
 from retime.recipes.modnn.floor import EQ_7, EQ_7_GRADIENTS, FLOOR, IDEAL, MEMORY, NO_WEIGHTS, PEAK, Floors
 from retime.recipes.modnn.networks import Network as DryNetwork
-from retime.recipes.modnn.networks import (
-    in_place,
-    network_of,
-    operation_of,
-    separate_gradients,
-    weight_gradients_pass,
-)
+from retime.recipes.modnn.networks import in_place, network_of, operation_of, separate_gradients, weight_gradients_pass
 from retime.recipes.modnn.settings import MemorySettings, claim
 from retime.recipes.modnn.side_by_side import (
     BUDGET,

@@ -94,15 +94,10 @@ def test_orders_that_cannot_run(text, says):
         ("rank0: F1@0 W1@0 F1@0' W1@0'", "F1@0' is of another training step"),
         ("rank0: F1@0 W1@0\nrank1: F2@0 W2@0", "O2@0 is missing: put it on rank1"),
         ("rank0: F1@0 F1@1 W1@0 W1@1\nrank1: F2@0 W2@0 F2@1 O2@0 W2@1 O2@1", "W2@0 runs before O2@0"),
+        (str(p.synchronised(p.gpipe(BLOCK, 2), BLOCK)), "stands where 'rank3' belongs"),  # links between replicas
     ],
 )
 def test_what_torch_has_no_word_for(text, says):
     with pytest.raises(ScheduleError) as caught:
         p.to_csv(Schedule.parse(text))
     assert says in str(caught.value)
-
-
-def test_links_between_replicas_have_no_row():
-    schedule = p.synchronised(p.gpipe(p.block(2, 2), 2), p.block(2, 2))
-    with pytest.raises(ScheduleError, match="stands where 'rank2' belongs"):
-        p.to_csv(schedule)

@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from retime.foundations.parts.combine import NotSeparableError, loss_weights
 from retime.foundations.parts.split import split_batch
 from retime.mechanisms.memory_budget.separability.certify import certify
-from support.memory_steps import (
-    CLASSES,
-    SAMPLES,
-    classifier,
-    contrastive,
-    convolutional,
-    language,
-)
+from support.memory_steps import CLASSES, SAMPLES, classifier, contrastive, convolutional, language
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ Each loss's class says whether it should be split: those that add up by samples 
 not.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -299,12 +298,8 @@ LOSSES = {name: kind for kind in (Split, Whole, Either) for name in vars(kind) i
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_weights_are_the_plain_ones(name: str) -> None:
     torch.manual_seed(0)
-    model = LOSSES[name]()
-
-    def step_of(net: nn.Module) -> Callable[[Batch], Any]:
-        return lambda batch: getattr(net, name)(batch)
-
-    plain, budgeted = (trained(step_of, model, batches(), budget, _next_epoch) for budget in (False, True))
+    model, loss = LOSSES[name](), getattr(LOSSES[name], name)
+    plain, budgeted = (trained(loss, model, batches(), budget, _next_epoch) for budget in (False, True))
 
     assert budgeted.differs_from(plain) < 1e-7, f"split: {budgeted.split}; {budgeted.reason}"
     if LOSSES[name] is not Either:

@@ -58,14 +58,10 @@ def change(model: Net, step: int) -> None:
     model.shares = torch.tensor([1.0, 0.5])
 
 
-def both(loss: Loss) -> tuple[Trained, Trained]:
+def both(loss: Loss, given: Callable[[], list[Batch]] = batches, **options: Any) -> tuple[Trained, Trained]:
     torch.manual_seed(0)
     model = Net()
-
-    def step_of(net: Any) -> Callable[[Batch], Tensor]:
-        return lambda batch: loss(net, batch)
-
-    plain, budgeted = (trained(step_of, model, batches(), budget, change) for budget in (False, True))
+    plain, budgeted = (trained(loss, model, given(), budget, change, **options) for budget in (False, True))
     return plain, budgeted
 
 
@@ -158,29 +154,19 @@ HIDDEN: dict[str, Loss] = {
 }
 
 
-def assert_not_silent(loss: Loss) -> None:
-    plain, budgeted = both(loss)
+KINDS = {"larger batches do": BY_SIZE, "counts": COUNTED, "terms of no weight": HIDDEN}
+SEEN = {f"{which}: {name}": loss for which, losses in KINDS.items() for name, loss in losses.items()}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_few_samples_do_not_show_is_seen(name: str) -> None:
+    plain, budgeted = both(SEEN[name])
     assert budgeted.differs_from(plain) < 1e-7, f"split: {budgeted.split}; {budgeted.reason}"
-
-
-@pytest.mark.parametrize("name", BY_SIZE)
-def test_what_only_larger_batches_do_is_seen(name: str) -> None:
-    assert_not_silent(BY_SIZE[name])
-
-
-@pytest.mark.parametrize("name", COUNTED)
-def test_counts_that_nothing_else_shows_are_seen(name: str) -> None:
-    assert_not_silent(COUNTED[name])
 
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_what_dropout_leaves_is_no_count(name: str) -> None:
     assert not both(DROPPED[name])[1].split
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-def test_terms_of_no_weight_are_seen(name: str) -> None:
-    assert_not_silent(HIDDEN[name])
 
 
 BETWEEN: dict[str, Loss] = {
@@ -196,15 +182,8 @@ def test_what_only_the_parts_that_run_do_is_seen(name: str) -> None:
         torch.manual_seed(1)
         return [{"x": torch.randn(16, FEATURES).double(), "y": torch.randint(CLASSES, (16,))} for _ in range(3)]
 
-    torch.manual_seed(0)
-    model = Net()
-
-    def step_of(net: Any) -> Callable[[Batch], Tensor]:
-        return lambda batch: BETWEEN[name](net, batch)
-
-    plain = trained(step_of, model, whole(), False)
     with pytest.warns(NoEffectWarning, match="run whole"):
-        budgeted = trained(step_of, model, whole(), True, sub_batch=8)
+        plain, budgeted = both(BETWEEN[name], whole, sub_batch=8)
     assert budgeted.differs_from(plain) < 1e-7
 
 
@@ -219,15 +198,8 @@ def test_a_smaller_batch_of_a_size_that_was_not_compared_is() -> None:
         torch.manual_seed(1)
         return [some(12), some(10), some(12)]
 
-    torch.manual_seed(0)
-    model = Net()
-
-    def step_of(net: Any) -> Callable[[Batch], Tensor]:
-        return lambda batch: loss(net, batch)
-
-    plain = trained(step_of, model, of_sizes(), False)
     with pytest.warns(NoEffectWarning, match="run whole"):
-        budgeted = trained(step_of, model, of_sizes(), True)
+        plain, budgeted = both(loss, of_sizes)
     assert budgeted.split
     assert budgeted.differs_from(plain) < 1e-7
 
@@ -298,9 +270,8 @@ def test_calls_that_a_step_counts_are_those_of_training(name: str) -> None:
     def run(budgeted: bool) -> Trained:
         global calls, weight
         calls, weight, Counts.total = 0, 1.0, 0
-        loss = COUNTERS[name]()
         torch.manual_seed(0)
-        return trained(lambda net: lambda batch: loss(net, batch), Net(), batches(), budgeted)
+        return trained(COUNTERS[name](), Net(), batches(), budgeted)
 
     plain, budgeted = run(False), run(True)
 
@@ -316,7 +287,7 @@ def test_a_count_of_calls_that_computes_nothing_is_as_it_was() -> None:
         calls, m.calls = calls + 1, m.calls + 1
         return m.each(b).mean()
 
-    assert trained(lambda net: lambda batch: loss(net, batch), Net(), batches(), True).split
+    assert trained(loss, Net(), batches(), True).split
 
 
 @torch.library.custom_op("retime_tests::same", mutates_args=())

@@ -15,15 +15,7 @@ from retime.foundations.parts.combine import Certificate, NotSeparableError, Wei
 from retime.foundations.parts.split import loss_of
 from retime.mechanisms.memory_budget.separability.certify import certify
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
-from support.memory_steps import (
-    DETERMINISTIC,
-    SEPARABLE,
-    Case,
-    classifier,
-    contrastive,
-    convolutional,
-    language,
-)
+from support.memory_steps import DETERMINISTIC, SEPARABLE, Case, classifier, contrastive, convolutional, language
 
 STEPS = 10
 MEAN = Certificate(Weighting("mean"))
