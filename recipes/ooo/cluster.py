@@ -15,7 +15,7 @@ from retime.foundations.measure import Spread, speedup, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, show
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row, ratio, titled
+from retime.recipes.core.results import Point, Result, Row, percent_more, titled
 from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, rate_text, run_ranks
 from retime.recipes.emulated.ranks import sent_bytes
 from retime.recipes.ooo.claims import claim
@@ -173,12 +173,6 @@ def bound_fraction(point: Point, name: str) -> Spread | None:
     """Which part of the bound's speed a variant reaches, in each round."""
     there = point.has(name, "step") and point.has(COMPUTE, "step")
     return speedup(bound_ms(point), point.values(name, "step")) if there else None
-
-
-def percent_more(point: Point, name: str, other: str, quantity: str) -> Spread | None:
-    """By how many percent a variant's values are above another's, in each round."""
-    over = ratio(point, name, other, quantity)
-    return None if over is None else spread([100 * (one - 1) for one in over.rounds])
 
 
 def busy_ceiling(point: Point) -> Spread | None:

@@ -17,7 +17,7 @@ from retime.foundations.measure import Spread, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, paper, show
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, ratio, titled
+from retime.recipes.core.results import Point, Result, percent_more, ratio, titled
 from retime.recipes.ooo.claims import claim, target
 from retime.recipes.ooo.cluster import (
     IDLE,
@@ -29,7 +29,6 @@ from retime.recipes.ooo.cluster import (
     bound_ms,
     bound_notes,
     busy_ceiling,
-    percent_more,
     strongest_peer,
 )
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
