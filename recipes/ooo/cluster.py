@@ -241,7 +241,8 @@ class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
                 if name != "ddp":
                     what = f"{point.at['case']}: most that the loss of {label(name)} differs"
                     target = Target(what, "nats", 0.0, at_most=True)
-                    lines.append(Comparison(target, spread([largest_difference(point, name)])))
+                    pairs = zip(point.values("ddp", "loss"), point.values(name, "loss"), strict=True)
+                    lines.append(Comparison(target, spread([max(abs(plain - ours) for plain, ours in pairs)])))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -263,12 +264,6 @@ class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
         panels[0].set_ylabel("loss (nats), rank 0")
         panels[0].legend(fontsize=8)
         charts.save(drawing, path)
-
-
-def largest_difference(point: Point, name: str) -> float:
-    """The most by which a variant's loss differs from that of `ddp` at any step, in nats."""
-    pairs = zip(point.values("ddp", "loss"), point.values(name, "loss"), strict=True)
-    return max(abs(plain - ours) for plain, ours in pairs)
 
 
 class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):

@@ -249,7 +249,7 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
     def compare(self, result: Result) -> list[Comparison]:
         points = {point.at["case"]: point for point in result.points}
         lines = []
-        for case, least in _speeds().items():
+        for case, least in paper("ooo").targets["speed"].items():
             if case in points:
                 ours = best_of_ours(points[case])
                 ceiling = busy_ceiling(points[case])
@@ -288,19 +288,13 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
         charts.save(drawing, path)
 
 
-def _speeds() -> dict[str, float]:
-    """The least speeds over ddp, by case."""
-    speeds: dict[str, float] = paper("ooo").targets["speed"]
-    return speeds
-
-
 def _draw_speeds(axes: Any, points: list[Point]) -> None:
     names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
     for index, name in enumerate(names):
         places = [place + (index - (len(names) - 1) / 2) * 0.17 for place in range(len(points))]
         charts.points_with_spread(axes, places, [ratio(p, "ddp", name) for p in points], label(name), index)
     for place, point in enumerate(points):
-        if (least := _speeds().get(point.at["case"])) is not None:
+        if (least := paper("ooo").targets["speed"].get(point.at["case"])) is not None:
             axes.hlines(least, place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
         ceiling = busy_ceiling(point)
         if ceiling:
