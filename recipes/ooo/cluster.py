@@ -14,6 +14,7 @@ from typing import Any
 from retime.foundations.measure import Spread, speedup, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, show
+from retime.recipes.core.measure import MALLOC
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row, percent_more, titled
 from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, rate_text, run_ranks
@@ -29,9 +30,6 @@ PEAK, FIRST_PEAK = "peak memory", "peak of the first steps"
 MIB = 2**20
 _BALANCING_BITS = 2e9
 _LEAST_BITS, _MOST_BITS = 20e6, 20e9
-# For measuring memory: tensors from this size on are mapped apart and given back when freed (glibc's M_MMAP_THRESHOLD,
-# mallopt(3)). It costs page faults, so nothing is timed with it.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 class OnRanks(Recipe[OutOfOrderSettings]):
