@@ -156,7 +156,7 @@ def solver_taken(layer: Any, inputs: Tensor) -> str:
 
 PLAIN_MS, SCAN_MS, RATIO = "torch.nn", "scan, auto", "speed"
 BLOCK_MS = 30.0
-"""A block of the grid repeats short steps for about so long."""
+"""A block of the grid repeats short steps, up to 50, for about so long."""
 
 
 class LayerLoop:
@@ -243,7 +243,8 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
                 continue
             start = layer(cell, hidden_size, settings.seed, device)
             loops = {name: LayerLoop(name, start, length, batch_size, PhaseClock(device)) for name in (BASELINE, OURS)}
-            steps = steps_that_take(BLOCK_MS, loops[BASELINE])
+            loops[BASELINE].block(1)
+            steps = max(1, min(50, round(BLOCK_MS / loops[BASELINE].block(1)[-1])))
             blocks = {name: partial(loop.block, steps) for name, loop in loops.items()}
             kept = interleave(blocks, settings.rounds, settings.warmup_rounds)
             plain, ours = ([block[-1] for block in kept[name]] for name in (BASELINE, OURS))
@@ -320,12 +321,6 @@ def layer(cell: str, hidden_size: int, seed: int, device: torch.device) -> nn.RN
     torch.manual_seed(seed)
     module: nn.RNNBase = CELLS[cell](hidden_size, hidden_size)
     return module.to(device)
-
-
-def steps_that_take(milliseconds: float, loop: LayerLoop) -> int:
-    """How many steps take about so long, at least 1 and at most 50."""
-    loop.block(1)
-    return max(1, min(50, round(milliseconds / loop.block(1)[-1])))
 
 
 def speeds_of(point: Point) -> list[Row]:

@@ -17,6 +17,9 @@ import torch
 from retime.foundations.measure import Clock
 
 T = TypeVar("T")
+# For measuring memory: tensors from this size on are mapped apart and given back when freed (glibc's M_MMAP_THRESHOLD,
+# mallopt(3)). It costs page faults, so nothing is timed with it.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 def interleave(

@@ -162,6 +162,12 @@ def ratio(point: Point, reference: str | None, variant: str, quantity: str = "st
     return point.speedup(reference, variant, quantity)
 
 
+def percent_more(point: Point, name: str, other: str, quantity: str) -> Spread | None:
+    """By how many percent a variant's values are above another's, in each round."""
+    over = ratio(point, name, other, quantity)
+    return None if over is None else spread([100 * (one - 1) for one in over.rounds])
+
+
 _SIZES = {
     "image_size": "{} px",
     "width": "width {}",

@@ -296,17 +296,14 @@ def layers(request: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of each layer's backward pass and of the parts of its sum beside it; of a backward pass alone."""
     (batch,) = _batches(request, 1)
     network = LayerTimes(build_model(request["model"], CPU, request["seed"]), batch)
-    alone: list[float] = []
-    beside: dict[str, list[list[float]]] = {quantity: [] for quantity in QUANTITIES}
+    rounds = []
     for turn in range(request["warmup_rounds"] + request["rounds"]):
-        without, by_layer = network.alone_ms(), network.beside_ms()
+        rounds.append((network.alone_ms(), network.beside_ms()))
         tell(f"round {turn + 1}")
-        if turn < request["warmup_rounds"]:
-            continue
-        alone.append(without)
-        for quantity, rounds in beside.items():
-            rounds.append(by_layer[quantity])
     network.close()
+    kept = rounds[request["warmup_rounds"] :]
+    alone = [without for without, _ in kept]
+    beside = {quantity: [by_layer[quantity] for _, by_layer in kept] for quantity in QUANTITIES}
     return {"layers": network.layers, "ms": beside, "alone": alone, "how": network.note}
 
 

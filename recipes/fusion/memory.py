@@ -25,7 +25,7 @@ from retime.foundations.workers import answer_once
 from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import amount, show
-from retime.recipes.core.measure import PhaseClock, interleave, middle_step
+from retime.recipes.core.measure import MALLOC, PhaseClock, interleave, middle_step
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.fusion.figures import label
@@ -34,8 +34,6 @@ from retime.recipes.fusion.variants import VARIANTS, BareLoop, choose_variants, 
 
 MIB = 2**20
 FIRST, LATER, GRADIENTS = "peak of the first step", "peak of later steps", "gradients alive"
-# Tensors from this size on are mapped apart and given back when freed (glibc's M_MMAP_THRESHOLD, mallopt(3)).
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
 
 
@@ -55,7 +53,7 @@ class PeakMemory(Recipe[FusionSettings]):
         for _ in range(settings.rounds):
             for name in settings.variants:
                 request = {**asdict(settings), **models, "variant": name, "device": settings.hardware.device}
-                reply = answer_once(serve, request, environment=_MALLOC)
+                reply = answer_once(serve, request, environment=MALLOC)
                 for quantity, key in ((FIRST, "first_bytes"), (LATER, "later_bytes"), (GRADIENTS, "gradient_bytes")):
                     measured.setdefault((name, quantity), []).append(reply[key] / MIB)
                 facts = {"parameters": reply["parameters"], "measured by": reply["source"]}

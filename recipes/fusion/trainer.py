@@ -12,14 +12,13 @@ import torch
 import torch.distributed
 from torch import nn
 
-from retime.foundations.measure import Spread, spread
 from retime.foundations.workers import Answer
 from retime.recipes.core import charts, machine
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target, paper, show
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row, ratio, titled
+from retime.recipes.core.results import Point, Result, Row, percent_more, ratio, titled
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.emulated import loopback, run_ranks
 from retime.recipes.fusion.figures import MODES, OURS, PAPER, StepTimes, label, strongest_peer
@@ -95,7 +94,7 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
             if case == CANNOT_HELP:
                 for variant in OURS:
                     target = Target(f"{case}: time {label(variant)} adds to the plain strategy", "%", 1.0, at_most=True)
-                    lines.append(Comparison(target, overhead_percent(point, variant)))
+                    lines.append(Comparison(target, percent_more(point, variant, "fused", "step")))
             elif point.has("retime_backward", GRADIENTS):
                 bound = point.facts["largest layer (MiB)"] + point.facts["largest bucket (MiB)"]
                 target = Target(f"{case}: gradients alive in backward mode", "MiB", bound, at_most=True)
@@ -224,14 +223,6 @@ def _times_of_rank(request: dict[str, Any]) -> dict[str, Any] | None:
 def ranks(point: Point) -> str:
     count = int(point.at["devices"])
     return "one device" if count == 1 else f"DDP, {count} ranks"
-
-
-def overhead_percent(point: Point, variant: str) -> Spread | None:
-    """Time that `variant` adds to the plain step with the fused kernel, in percent, a value a round."""
-    if not point.has(variant, "step"):
-        return None
-    pairs = zip(point.values("fused", "step"), point.values(variant, "step"), strict=True)
-    return spread([100 * (ours / plain - 1) for plain, ours in pairs])
 
 
 def largest_layer_bytes(model: nn.Module) -> int:

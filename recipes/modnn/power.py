@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from retime.foundations.measure import spread
 from retime.foundations.workers import Worker
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result, Row, titled
+from retime.recipes.core.results import Point, Result, Row, percent_more, titled
 from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim
 from retime.recipes.modnn.side_by_side import BUDGET, STEP, UNLIMITED, block_ms, budgets_of, side_by_side
 
@@ -219,8 +218,8 @@ class Power(NetworkRecipe):
                 lines.append(Comparison(claim("figure-15"), None, f"{point.at['network']}: {point.facts[NO_METER]}"))
                 continue
             for name in budgets_of(point):
-                added = [100 * (value - 1) for value in point.speedup(name, UNLIMITED, MEAN).rounds]
-                lines.append(Comparison(claim("figure-15"), spread(added), f"{point.at['network']}, {name}"))
+                added = percent_more(point, name, UNLIMITED, MEAN)
+                lines.append(Comparison(claim("figure-15"), added, f"{point.at['network']}, {name}"))
         return lines
 
     def notes(self, result: Result) -> list[str]:

@@ -14,8 +14,9 @@ from typing import Any
 from retime.foundations.measure import Spread, speedup, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, show
+from retime.recipes.core.measure import MALLOC
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row, ratio, titled
+from retime.recipes.core.results import Point, Result, Row, percent_more, titled
 from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, rate_text, run_ranks
 from retime.recipes.emulated.ranks import sent_bytes
 from retime.recipes.ooo.claims import claim
@@ -29,9 +30,6 @@ PEAK, FIRST_PEAK = "peak memory", "peak of the first steps"
 MIB = 2**20
 _BALANCING_BITS = 2e9
 _LEAST_BITS, _MOST_BITS = 20e6, 20e9
-# For measuring memory: tensors from this size on are mapped apart and given back when freed (glibc's M_MMAP_THRESHOLD,
-# mallopt(3)). It costs page faults, so nothing is timed with it.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 class OnRanks(Recipe[OutOfOrderSettings]):
@@ -175,12 +173,6 @@ def bound_fraction(point: Point, name: str) -> Spread | None:
     return speedup(bound_ms(point), point.values(name, "step")) if there else None
 
 
-def percent_more(point: Point, name: str, other: str, quantity: str) -> Spread | None:
-    """By how many percent a variant's values are above another's, in each round."""
-    over = ratio(point, name, other, quantity)
-    return None if over is None else spread([100 * (one - 1) for one in over.rounds])
-
-
 def busy_ceiling(point: Point) -> Spread | None:
     """How many times faster than `ddp` a schedule could be that does the same work and never waits, in each round.
 
@@ -247,7 +239,8 @@ class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
                 if name != "ddp":
                     what = f"{point.at['case']}: most that the loss of {label(name)} differs"
                     target = Target(what, "nats", 0.0, at_most=True)
-                    lines.append(Comparison(target, spread([largest_difference(point, name)])))
+                    pairs = zip(point.values("ddp", "loss"), point.values(name, "loss"), strict=True)
+                    lines.append(Comparison(target, spread([max(abs(plain - ours) for plain, ours in pairs)])))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -269,12 +262,6 @@ class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
         panels[0].set_ylabel("loss (nats), rank 0")
         panels[0].legend(fontsize=8)
         charts.save(drawing, path)
-
-
-def largest_difference(point: Point, name: str) -> float:
-    """The most by which a variant's loss differs from that of `ddp` at any step, in nats."""
-    pairs = zip(point.values("ddp", "loss"), point.values(name, "loss"), strict=True)
-    return max(abs(plain - ours) for plain, ours in pairs)
 
 
 class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):

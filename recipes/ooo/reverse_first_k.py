@@ -17,7 +17,7 @@ from retime.foundations.measure import Spread, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, paper, show
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, ratio, titled
+from retime.recipes.core.results import Point, Result, percent_more, ratio, titled
 from retime.recipes.ooo.claims import claim, target
 from retime.recipes.ooo.cluster import (
     IDLE,
@@ -29,7 +29,6 @@ from retime.recipes.ooo.cluster import (
     bound_ms,
     bound_notes,
     busy_ceiling,
-    percent_more,
     strongest_peer,
 )
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
@@ -250,7 +249,7 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
     def compare(self, result: Result) -> list[Comparison]:
         points = {point.at["case"]: point for point in result.points}
         lines = []
-        for case, least in _speeds().items():
+        for case, least in paper("ooo").targets["speed"].items():
             if case in points:
                 ours = best_of_ours(points[case])
                 ceiling = busy_ceiling(points[case])
@@ -289,19 +288,13 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
         charts.save(drawing, path)
 
 
-def _speeds() -> dict[str, float]:
-    """The least speeds over ddp, by case."""
-    speeds: dict[str, float] = paper("ooo").targets["speed"]
-    return speeds
-
-
 def _draw_speeds(axes: Any, points: list[Point]) -> None:
     names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
     for index, name in enumerate(names):
         places = [place + (index - (len(names) - 1) / 2) * 0.17 for place in range(len(points))]
         charts.points_with_spread(axes, places, [ratio(p, "ddp", name) for p in points], label(name), index)
     for place, point in enumerate(points):
-        if (least := _speeds().get(point.at["case"])) is not None:
+        if (least := paper("ooo").targets["speed"].get(point.at["case"])) is not None:
             axes.hlines(least, place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
         ceiling = busy_ceiling(point)
         if ceiling:

@@ -50,13 +50,12 @@ from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row, titled
+from retime.recipes.core.results import Point, Result, Row, percent_more, titled
 from retime.recipes.core.trainer_loop import Batch, Run, Task, quiet_lightning, train
 from retime.recipes.core.verdicts import inside
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of
 from retime.recipes.ooo import one_step
 from retime.recipes.ooo.claims import claim
-from retime.recipes.ooo.cluster import percent_more
 from retime.recipes.ooo.settings import SingleDeviceSettings
 from retime.strategies import OOOSingleDeviceStrategy
 

@@ -9,7 +9,7 @@ from hydra.errors import ConfigCompositionException
 from lightning.pytorch.strategies import DDPStrategy
 
 from retime.recipes.core.recipe import Recipe
-from retime.recipes.core.results import Point, Result, Row, ratio
+from retime.recipes.core.results import Point, Result, Row, percent_more, ratio
 from retime.recipes.core.schema import Hardware
 from retime.recipes.emulated import ClusterUnavailable
 from retime.recipes.ooo.cluster import (
@@ -19,7 +19,6 @@ from retime.recipes.ooo.cluster import (
     bound_fraction,
     bound_ms,
     identical,
-    percent_more,
     strongest_peer,
 )
 from retime.recipes.ooo.reverse_first_k import Hosts, Sweep, Targets, best_fixed, concavity_breaks, within_best
