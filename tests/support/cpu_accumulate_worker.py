@@ -1,14 +1,12 @@
 """One of two ranks of integrations/accelerate/test_cpu_accumulate.py: the same Accelerate loop with and without."""
 
-import os
-import sys
-
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from retime.integrations.accelerate import CPUAccumulate, FusedOptimizer
+from support.two_ranks import run_rank
 
 STEPS = 6
 
@@ -41,18 +39,14 @@ def loop(way: str) -> tuple[list[Tensor], str]:
     return [parameter.detach().clone() for parameter in net.parameters()], report
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def same_bits() -> None:
     expected, _ = loop("plain")
     for way in ("host", "fused"):
         ours, report = loop(way)
         assert all(map(torch.equal, expected, ours)), way
         assert "3 buckets" in report, report
         assert "2 ranks in shared memory" in report, report
-    print("same bits", flush=True)
-    torch.distributed.barrier()
-    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_rank(globals(), ["same_bits"], joined=False)

@@ -1,8 +1,6 @@
 """One of three ranks of ddp/test_mean.py: plain DistributedDataParallel against what takes its hook's place."""
 
 import gc
-import os
-import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -14,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime import fuse_optimizer
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel
+from support.two_ranks import run_rank
 
 STEPS = 4
 
@@ -51,9 +50,7 @@ def loop(prepare: Callable[..., Any], view: bool, set_to_none: bool) -> list[Ten
     return [parameter.detach().clone() for parameter in parameters]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def same_bits() -> None:
     for view, set_to_none in product((True, False), repeat=2):
         expected = loop(plain, view, set_to_none)
         for prepare in (fused, given_back):
@@ -61,10 +58,7 @@ def main() -> None:
                 continue  # it takes models with views only
             ours = loop(prepare, view, set_to_none)
             assert all(map(torch.equal, expected, ours)), (prepare.__name__, view, set_to_none)
-    dist.barrier()
-    print(f"rank {dist.get_rank()}: same bits", flush=True)
-    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_rank(globals(), ["same_bits"])

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from retime.mechanisms.cpu_accumulation import BucketReduction
 from retime.mechanisms.fusion import DataParallelFusion, ReductionHook
 from retime.mechanisms.memory_budget import BudgetedDataParallelStep, parse_host
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel
+from support.two_ranks import run_rank
 
 STEPS = 6
 RANK = int(os.environ["RANK"])
@@ -108,9 +108,7 @@ def loop(prepare: Prepare, reducer: Any) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def owners_sum_by_their_reducers() -> None:
     expected = loop(plain, None)
     elements = sum(parameter.numel() for parameter in expected)
     for prepare in (fused, out_of_order, budgeted):
@@ -124,9 +122,7 @@ def main() -> None:
         dist.all_gather_object(payload, reducer.started)
         assert payload[0] == payload[1], prepare.__name__
         print(f"rank {RANK}: {prepare.__name__} done", flush=True)
-    dist.barrier()
-    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_rank(globals(), ["owners_sum_by_their_reducers"])

@@ -1,17 +1,15 @@
 """One of two ranks of integrations/transformers/test_data_parallel.py: the same Trainer with and without an object."""
 
-import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import Trainer
 
 from retime.integrations.transformers import CPUAccumulate, FusedOptimizer, MemoryBudget, OutOfOrderDataParallel
 from support.transformers_trainers import assert_same, fit, trainer
+from support.two_ranks import run_rank
 
 WINDOWS = {"gradient_accumulation_steps": 3, "ddp_find_unused_parameters": False, "ddp_backend": "gloo"}
 NO_CLIPPING = {"max_grad_norm": 0}
@@ -24,8 +22,7 @@ WAYS: dict[str, tuple[Callable[[Trainer], Any], dict[str, Any], str]] = {
 }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def same_bits() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for way, (give, options, said) in WAYS.items():
             plain, ours = (trainer(Path(folder), **WINDOWS | options) for _ in range(2))
@@ -35,9 +32,7 @@ def main() -> None:
                 assert said in str(one.report()), one.report()
             one.remove()
             print("same bits", way, one.report(), flush=True)
-    torch.distributed.barrier()
-    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_rank(globals(), ["same_bits"], joined=False)

@@ -8,13 +8,13 @@ from torch import nn
 
 from retime.foundations.messages import NoEffectWarning
 from retime.integrations.accelerate import CPUAccumulate
-from support.two_ranks import run_two_ranks
+from support.two_ranks import run_two_ranks, said_in
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
 def test_a_loop_on_two_ranks_has_the_same_bits() -> None:
     for run in run_two_ranks("cpu_accumulate_worker.py"):
-        assert "same bits" in run.stdout, run.stderr[-3000:]
+        said_in(run, "same_bits")
 
 
 def test_one_process_is_left_as_it_is() -> None:

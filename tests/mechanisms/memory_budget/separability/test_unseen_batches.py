@@ -58,7 +58,9 @@ def change(model: Net, step: int) -> None:
     model.shares = torch.tensor([1.0, 0.5])
 
 
-def both(loss: Loss, given: Callable[[], list[Batch]] = batches, **options: Any) -> tuple[Trained, Trained]:
+def both(
+    loss: Loss, given: Callable[[], list[Batch]] = batches, change: Callable[..., None] = change, **options: Any
+) -> tuple[Trained, Trained]:
     torch.manual_seed(0)
     model = Net()
     plain, budgeted = (trained(loss, model, given(), budget, change, **options) for budget in (False, True))
@@ -169,6 +171,10 @@ def test_what_dropout_leaves_is_no_count(name: str) -> None:
     assert not both(DROPPED[name])[1].split
 
 
+def unchanged(model: Any, step: int) -> None:
+    """All terms keep their weights."""
+
+
 BETWEEN: dict[str, Loss] = {
     "a branch": lambda m, b: m.each(b).mean() * (2 if 6 < len(b["x"]) < 10 else 1),
     "a number": lambda m, b: m.each(b).sum() / (len(b["x"]) if len(b["x"]) != 8 else 4),
@@ -183,7 +189,7 @@ def test_what_only_the_parts_that_run_do_is_seen(name: str) -> None:
         return [{"x": torch.randn(16, FEATURES).double(), "y": torch.randint(CLASSES, (16,))} for _ in range(3)]
 
     with pytest.warns(NoEffectWarning, match="run whole"):
-        plain, budgeted = both(BETWEEN[name], whole, sub_batch=8)
+        plain, budgeted = both(BETWEEN[name], whole, unchanged, sub_batch=8)
     assert budgeted.differs_from(plain) < 1e-7
 
 
@@ -199,7 +205,7 @@ def test_a_smaller_batch_of_a_size_that_was_not_compared_is() -> None:
         return [some(12), some(10), some(12)]
 
     with pytest.warns(NoEffectWarning, match="run whole"):
-        plain, budgeted = both(loss, of_sizes)
+        plain, budgeted = both(loss, of_sizes, unchanged)
     assert budgeted.split
     assert budgeted.differs_from(plain) < 1e-7
 
