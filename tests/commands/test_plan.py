@@ -195,6 +195,7 @@ def test_a_floor_that_cannot_be_found_does_not_take_the_plan_away(
     assert said["floor"] == "not known: not with so few samples"
 
 
+@pytest.mark.long
 def test_gradients_that_stay_and_buckets_count(capsys: pytest.CaptureFixture[str]) -> None:
     def peak(*more: str) -> float:
         return kib(run(capsys, f"{__name__}:plain_model", "--budget", "1GiB", *more)[1]["predicted peak"])

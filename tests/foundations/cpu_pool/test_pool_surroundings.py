@@ -46,7 +46,9 @@ def step():
 """
 
 
-@pytest.mark.parametrize("name", ["huge_heap", "tcmalloc", "jemalloc"])
+@pytest.mark.parametrize(
+    "name", ["tcmalloc", *(pytest.param(one, marks=pytest.mark.long) for one in ("huge_heap", "jemalloc"))]
+)
 def test_another_allocator_below(name: str) -> None:
     try:
         environment = environment_of(name, {})

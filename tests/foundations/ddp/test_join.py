@@ -5,7 +5,7 @@ import pytest
 from support.two_ranks import run_ranks
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_that_run_out_of_batches_count_as_in_ddp(count: int) -> None:
     for number, rank in enumerate(run_ranks(count, "join_worker.py")):
         assert f"rank {number}: as ddp" in rank.stdout, rank.stderr[-3000:]

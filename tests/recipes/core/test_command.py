@@ -33,6 +33,7 @@ def test_without_an_experiment_they_are_listed(run: Command, capsys: pytest.Capt
         assert name in shown
 
 
+@pytest.mark.long
 def test_all_are_those_of_papers_that_the_hardware_runs(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +186,7 @@ def test_ddp_runs_in_a_fresh_process_with_all_its_ranks(run: Command, tmp_path: 
         assert "retime_backward" in point.facts["final weights bit-identical to fused"]
 
 
+@pytest.mark.long
 def test_memory_is_measured_in_a_fresh_process(run: Command, tmp_path: Path) -> None:
     run("experiment=fusion_memory", *TINY, "sizes=[2]", "model.width=8", "variants=[fused]", "batch_size=2")
     (result,) = results(tmp_path / "outputs").values()

@@ -67,6 +67,7 @@ def settings() -> AccumulationSettings:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
+@pytest.mark.long
 def test_outputs_are_the_same(settings: AccumulationSettings, tmp_path: Path) -> None:
     recipe = Trainings()
     result = recipe.run(settings, tmp_path, Console(quiet=True))

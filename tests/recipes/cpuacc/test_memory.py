@@ -16,6 +16,7 @@ SMALL = (*("experiment=cpuacc_memory", "rounds=1", "steps=2", "batch_sizes=[1,2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
+@pytest.mark.long
 def test_it_measures_both_batch_sizes(tmp_path: Path) -> None:
     settings = settings_for(*SMALL)
     few = ("ddp, 25 MiB", "cpu_accumulate_ddp, 25 MiB")
@@ -39,6 +40,7 @@ def test_what_is_saved_is_given_to_images() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
+@pytest.mark.long
 def test_a_rank_holds_its_share_of_the_state(tmp_path: Path) -> None:
     small = ("rounds=1", "steps=2", "rank_counts=[2]", "cases.VGG-16.model.width=0.125")
     settings = settings_for("experiment=cpuacc_update", *small)

@@ -146,6 +146,7 @@ def test_networks_of_one_process_have_their_own_names_and_leave_nothing() -> Non
 
 @pytest.mark.network
 @pytest.mark.usefixtures("root")
+@pytest.mark.long
 def test_links_keep_their_rate() -> None:
     """A broad band, and once of five times: other processes share this machine's cores, which no link gets rid of."""
     request, measured = {"do": "measure", "mib": 1}, []
@@ -167,7 +168,7 @@ def test_a_killed_rank_ends_the_others() -> None:
 @pytest.mark.network
 @pytest.mark.usefixtures("root")
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL]
+    "number", [*(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGTERM, signal.SIGINT)), signal.SIGKILL]
 )
 def test_killed_parents_leave_nothing(number: signal.Signals, tmp_path: Path) -> None:
     """After SIGKILL nobody can clean up at once: the next start does."""

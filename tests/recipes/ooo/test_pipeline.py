@@ -21,6 +21,7 @@ def settings_with(*overrides: str, experiment: str = "ooo_pipeline_targets") -> 
     return settings_for(f"experiment={experiment}", *overrides)
 
 
+@pytest.mark.long
 def test_every_schedule_runs_with_weight_gradients_that_wait(tmp_path: Path) -> None:
     schedules = "ooo2,ooo2@2,ooo2_flush,ooo1,gpipe,1f1b,zbv,interleaved,interleaved_zero_bubble"
     settings, recipe = settings_with(*SMALL, f"schedules=[{schedules}]"), PipelineTargets()

@@ -87,7 +87,9 @@ class Asked:
         return caught.value.floor_bytes
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.long) if one == "recurrent" else one for one in MODELS]
+)
 def test_one_floor_for_every_budget(name: str) -> None:
     asked = Asked(MODELS[name])
     for _ in range(3):  # a process is counted in batches of pages, and once in 450 runs some were more

@@ -114,10 +114,10 @@ SKEWED = torch.tensor([0.1, 1.0, 5.0, 0.5])
     ("before", "after", "plans"),
     [
         ({}, {"reduction": "sum"}, 2),
-        ({"reduction": "sum"}, {}, 2),
+        pytest.param({"reduction": "sum"}, {}, 2, marks=pytest.mark.long),
         ({}, {"ignore_index": 0}, 2),
-        ({"ignore_index": 1}, {"ignore_index": 2}, 2),
-        ({}, {"weight": SKEWED}, 2),
+        pytest.param({"ignore_index": 1}, {"ignore_index": 2}, 2, marks=pytest.mark.long),
+        pytest.param({}, {"weight": SKEWED}, 2, marks=pytest.mark.long),
         ({"ignore_index": 1}, {"weight": SKEWED, "ignore_index": 1}, 2),
     ],
 )

@@ -89,9 +89,8 @@ def test_calibration_leaves_parameters_as_they_are(layer: type[nn.Linear]) -> No
     assert model.weight.grad is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "budget"), [("conv", 80 * MIB), pytest.param("gpt", 45 * MIB, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "budget"), [("conv", 80 * MIB), ("gpt", 45 * MIB)])
 def test_planning_keeps_the_budget_too(kind: str, budget: int) -> None:
     if kind == "gpt":
         pytest.importorskip("transformers")
