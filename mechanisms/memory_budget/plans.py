@@ -184,10 +184,13 @@ class PlanCache:
         constants = shape.certificate is not None and shape.certificate.constants
         self._entries[record.key] = [*entries, _Entry(shape, record.sizes, GraphPaths(constants))]
         while len(self) > MOST_PLANS:
-            key, oldest = next(iter(self._entries.items()))
-            del oldest[0]
-            if not oldest:
-                del self._entries[key]
+            key, (_, *newer) = next(iter(self._entries.items()))
+            self._keep(key, newer)
+
+    def _keep(self, key: Key, entries: list[_Entry]) -> None:
+        self._entries[key] = entries
+        if not entries:
+            del self._entries[key]
 
     def _others(self, record: BatchRecord) -> list[_Entry]:
         """The plans of a key that stay when this batch is planned: those for more of one thing and less of another."""
@@ -222,9 +225,7 @@ class PlanCache:
             dropped = [entry for entry in entries if entry.shape.choice.plan == plan]
             if any(entry.paths.new for entry in dropped):
                 self._unexamined.add(key)
-            self._entries[key] = [entry for entry in entries if entry not in dropped]
-            if not self._entries[key]:
-                del self._entries[key]
+            self._keep(key, [entry for entry in entries if entry not in dropped])
         self._earlier = {name: shape for name, shape in self._earlier.items() if shape.choice.plan != plan}
 
     def shapes(self, but: BatchRecord | None = None) -> list[PlannedShape]:

@@ -71,9 +71,9 @@ class Followed(CaseRecipe[AdviceSettings]):
             if over is None:
                 continue
             named = next(row for row in advice["methods"] if row["name"] == advice["advised"])["gain"]["median"]
-            off = abs(over.median / named - 1)
             lines.append(Comparison(NEVER_SLOWER, over, f"{case}: {advice['advised']}"))
-            lines.append(Comparison(GAIN_HOLDS, spread([off]), f"{case}: named {named:.3f}, trained {over.median:.3f}"))
+            words = f"{case}: named {named:.3f}, trained {over.median:.3f}"
+            lines.append(Comparison(GAIN_HOLDS, off_by(over, named), words))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -85,17 +85,21 @@ class Followed(CaseRecipe[AdviceSettings]):
 
     def draw(self, result: Result, path: Path) -> None:
         drawing, axes = charts.figure(titled(result), width=9.0)
+        followed = [number for number, point in enumerate(result.points) if by_training(point) is not None]
         for number, point in enumerate(result.points):
             advice, over = point.facts["advice"], by_training(point)
+            if over is None:
+                axes.text(number, 1.0, "nothing is faster", ha="center", va="bottom", fontsize=8)
             named = next((row["gain"] for row in advice["methods"] if row["name"] == advice["advised"]), None)
             for shift, value, label in (
                 (-0.1, named and Spread(named["median"], named["low"], named["high"]), "as advised"),
                 (0.1, over, "by training"),
             ):
                 if value is not None:
-                    words = None if number else label
+                    words = label if number == followed[0] else None
                     charts.points_with_spread(axes, [number + shift], [value], words, int(shift > 0))
         charts.even_line(axes, "as fast as the strongest plain step")
+        axes.set_xlim(-0.5, len(result.points) - 0.5)
         axes.set_xticks(range(len(result.points)), [point.at["case"] for point in result.points])
         axes.set_ylabel("speed over the strongest plain step (x)")
         axes.legend(fontsize=8)
@@ -105,6 +109,13 @@ class Followed(CaseRecipe[AdviceSettings]):
 def by_training(point: Point) -> Spread | None:
     """Speed of the fits as advised over the plain ones; None where nothing was advised."""
     return point.speedup(PLAIN, ADVISED, STEP) if point.has(ADVISED, STEP) else None
+
+
+def off_by(over: Spread, named: float) -> Spread:
+    """How far a gain by training lies from the one that was named; of its quartiles, the nearest and the farthest."""
+    low, high = (end / named - 1 for end in over.reach)
+    nearest = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
+    return Spread(abs(over.median / named - 1), nearest, max(abs(low), abs(high)))
 
 
 def _advice(case: dict[str, Any], seconds: float, tick: Tick, *more: str) -> dict[str, Any]:

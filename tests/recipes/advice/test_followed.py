@@ -54,6 +54,12 @@ def test_the_gain_is_held_against_what_was_named() -> None:
     assert "named 1.100, trained 0.909" in lost[-1].note
 
 
+def test_a_gain_by_training_that_spreads_around_what_was_named_is_not_off_for_sure() -> None:
+    for plain, reach in (([11.0, 10.8, 11.6, 11.0, 12.0], (0.0, 1.16 / 1.1 - 1)), ([12.0] * 5, (12 / 11 - 1,) * 2)):
+        *_, off = Followed().compare(made_up(plain, [10.0] * 5))
+        assert off.measured.reach == pytest.approx(reach)
+
+
 @pytest.mark.long
 def test_the_command_is_asked(settings: AdviceSettings) -> None:
     said: list[str] = []
