@@ -359,9 +359,9 @@ class _Measuring:
                     times[setting].append(running[setting.kept_heap].block(limit, guess, **how)[0])
                 if began - limit.left_s() > limit.left_s():
                     break
-                if number:  # those far behind the fastest need no more rounds
-                    fastest = min(map(min, times.values()))
-                    settings = [one for one in settings if min(times[one]) < _FAR_BEHIND * fastest]
+                if number > 1:  # those far behind the fastest need no more rounds
+                    fastest = min(min(values[1:]) for values in times.values())
+                    settings = [one for one in settings if min(times[one][1:]) < _FAR_BEHIND * fastest]
         finally:
             for one in running.values():
                 one.close()

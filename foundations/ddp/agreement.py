@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -109,6 +110,7 @@ def _told(error: Exception) -> dict[str, Any]:
 
 _PATIENCE_MS = 2000
 """A process closes its connections a moment before it has ended."""
+_PASSED_ON_S = 5.0
 _LOST = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe")
 
 
@@ -154,6 +156,7 @@ class RankProcesses:
         processes: list[Any] = [None] * len(ranks)
         dist.all_gather_object(processes, (here, os.getpid()), group=group)
         others = [one for one in zip(ranks, processes, strict=True) if one[0] != dist.get_rank()]
+        self._ended_at = 0.0
         self._names = {rank: f"rank {rank} (process {process})" for rank, (_, process) in others}
         self._ends = {
             end: rank for rank, (where, process) in others if where == here and (end := end_of_process(process)) >= 0
@@ -178,10 +181,14 @@ class RankProcesses:
         """Ask now and then where a message may not come: gloo ends none that was half sent when its rank ended.
 
         Raises:
-            RankLostError: the process of another rank has ended; those of other machines are not seen to end.
+            RankLostError: the process of another rank was seen to have ended a while ago; others may have needed that
+                while to pass on what it sent. Those of other machines are not seen to end.
         """
         ended = self._ended(0)
         if ended:
+            self._ended_at = self._ended_at or time.monotonic()
+            if time.monotonic() - self._ended_at < _PASSED_ON_S:
+                return
             raise RankLostError(f"{' and '.join(ended)} ended; see its own error, or what killed it")
 
     def _ended(self, patience_ms: int) -> list[str]:

@@ -119,7 +119,7 @@ class BatchRecord:
 
     def fits(self, samples: int, sizes: tuple[int, ...]) -> bool:
         """Whether it is no larger than a batch of so many samples and these sizes: those of graphs differ in size."""
-        return self.samples <= samples and _no_larger(self.sizes, sizes)
+        return _no_larger((self.samples, *self.sizes), (samples, *sizes))
 
     def without_batch(self) -> BatchRecord:
         """The same of a batch that may go."""
@@ -194,11 +194,12 @@ class PlanCache:
 
     def _others(self, record: BatchRecord) -> list[_Entry]:
         """The plans of a key that stay when this batch is planned: those for more of one thing and less of another."""
-        return [
-            entry
-            for entry in self._entries.get(record.key, ())
-            if not _no_larger(entry.sizes, record.sizes) and not _no_larger(record.sizes, entry.sizes)
-        ]
+        ours, others = (record.samples, *record.sizes), []
+        for entry in self._entries.get(record.key, ()):
+            theirs = (entry.shape.samples, *entry.sizes)
+            if not _no_larger(theirs, ours) and not _no_larger(ours, theirs):
+                others.append(entry)
+        return others
 
     def use(self, record: BatchRecord) -> None:
         """The plan of this batch is the one used last."""
@@ -324,6 +325,14 @@ MakePlan = Callable[[StepPlanner, Step, Any, int], PlannedShape]
 """Makes the plan of a step for a batch of so many samples, as :meth:`StepPlanner.make` does."""
 
 
+@dataclass
+class _OffloadedFirst:
+    record: BatchRecord
+    sizes: list[int]
+    """Of the storages that it saved, by number."""
+    needed_bytes: int | None = None
+
+
 class BatchPlans:
     """The plans of one model's batches.
 
@@ -344,7 +353,7 @@ class BatchPlans:
         self.planner, self.book, self.options = planner, PlanCache(), planner.options
         self.first = FirstSteps(planner)
         self._first_step: tuple[BatchRecord, PlannedShape] | None = None
-        self._offloaded_first: tuple[BatchRecord, list[int]] | None = None
+        self._offloaded_first: list[_OffloadedFirst] = []
         self._given = None if self.options.plan is None else GivenPlans(self.options.plan, planner)
         self.memory = MemoryLimit(planner.model, planner.optimizers, self.options.hidden_bytes)
         self._offloads, self._report, self._compiled, self._make_plan = offloads, report, compiled, make_plan
@@ -466,26 +475,28 @@ class BatchPlans:
 
     def offloaded_first(self, record: BatchRecord) -> None:
         """Note what the first step of a shape saves, everything offloaded: the next batch begins with a plan for it."""
-        self._offloaded_first = record.without_batch(), [*self._offloads.sizes(everything(record.samples))]
+        sizes = [*self._offloads.sizes(everything(record.samples))]
+        self._offloaded_first.append(_OffloadedFirst(record.without_batch(), sizes))
 
     def _plan_offloaded_first(self, batch: Any) -> None:
-        """What follows from the first step of a shape that ended last, everything offloaded.
-
-        While its backward pass is to come, nothing does: a later step of its shape will tell.
+        """What follows from first steps, everything offloaded, whose backward passes have ended.
 
         Raises:
-            BudgetError: it held more than the budget.
+            BudgetError: one held more than the budget.
         """
-        (record, sizes), self._offloaded_first = self._offloaded_first or (None, []), None
-        if record is None or not self._offloads.ended(everything(record.samples)):
-            return
-        needed_bytes = self.memory.needed_bytes(())
-        if needed_bytes is not None:
-            needed_bytes += sum(record.sizes)
-        choice = plan_after(record.samples, sizes, needed_bytes, self.planner.budget_bytes)
-        self._offloads.forget(everything(record.samples))
-        self.keep(record, PlannedShape(record.samples, choice, note=AFTER))
-        self._limit_freed(batch)
+        needed_bytes = self.memory.needed_bytes(()) if self._offloaded_first else None
+        waiting, self._offloaded_first = self._offloaded_first, []
+        for first in waiting:
+            record, plan = first.record, everything(first.record.samples)
+            if needed_bytes is not None:  # what is counted begins anew with the next first step
+                first.needed_bytes = max(first.needed_bytes or 0, needed_bytes + sum(record.sizes))
+            if not self._offloads.ended(plan):
+                self._offloaded_first.append(first)
+            elif self.book.find(record) is None:
+                choice = plan_after(record.samples, first.sizes, first.needed_bytes, self.planner.budget_bytes)
+                self._offloads.forget(plan)
+                self.keep(record, PlannedShape(record.samples, choice, note=AFTER))
+                self._limit_freed(batch)
 
     def keep_whole(self, step: Step, record: BatchRecord, reason: str) -> None:
         """Batches like this one are not split any more."""

@@ -277,7 +277,7 @@ class BudgetedStep:
         return self._report
 
     def state_dict(self) -> dict[str, Any]:
-        """Plans by shape, and what they were made for, in plain types."""
+        """Plans by shape (of several ones the one used last), and what they were made for, in plain types."""
         return self._plans.book.state(self._planner.made_for())
 
     def load_state_dict(self, state: Any) -> None:

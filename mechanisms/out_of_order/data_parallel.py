@@ -107,6 +107,10 @@ class CrossIterationUpdates(ForwardFusion):
 SUPPORTED_BACKENDS = ("gloo", "nccl")
 
 
+def _nothing() -> None:
+    pass
+
+
 def check_model(model: DistributedDataParallel) -> None:
     """Refuse what cannot be re-ordered, before anything is changed.
 
@@ -177,7 +181,7 @@ class BucketScheduler:
         model: whose buckets are sent.
         reducer: sums; it stays its owner's.
         divide: whether gradients are divided by the number of ranks, or multiplied by its rounded reciprocal.
-        check_ranks: raises an error if another rank is gone.
+        check_ranks: raises an error if another rank is gone, which gloo need not notice.
 
     Attributes:
         buckets: of the wrapper, as far as they are known.
@@ -437,9 +441,11 @@ class OutOfOrderDataParallel:
         self._slot = comm_hook_of(model)
         self._slot.take(self, "out-of-order data parallel", "remove yours, or use plain DistributedDataParallel")
         self._reducer: Reducer = reducer or OwnGroupsReducer(model.process_group, timeout)
-        self._processes = RankProcesses(model.process_group)
-        weakref.finalize(self, self._processes.close)
-        self._sending = BucketScheduler(model, self._reducer, divide=divide, check_ranks=self._processes.check)
+        check_ranks = self._forget_processes = _nothing
+        if dist.get_backend(model.process_group) == "gloo":
+            processes = RankProcesses(model.process_group)
+            check_ranks, self._forget_processes = processes.check, weakref.finalize(self, processes.close)
+        self._sending = BucketScheduler(model, self._reducer, divide=divide, check_ranks=check_ranks)
         if self._sending.never_rebuilds:
             self.k_choice.keep_order(UNUSED)
         self._handles += [
@@ -526,7 +532,6 @@ class OutOfOrderDataParallel:
             failed = False
         finally:
             self._arrivals.release()
-            self._processes.close()
             for handle in self._handles:
                 handle.remove()
             try:
@@ -535,6 +540,7 @@ class OutOfOrderDataParallel:
             finally:
                 self._deferral.remove()
                 self._slot.give_back(self, self._reducer, failed=failed)
+                self._forget_processes()
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         synchronised = model.training and torch.is_grad_enabled() and self.model.require_backward_grad_sync

@@ -365,8 +365,9 @@ class Ownership:
 
     def put_back(self, kept: dict[str, Tensor]) -> None:
         """Shared parameters have the gradients of steps before again: a step has failed, and its own are not summed."""
-        for name, gradient in kept.items():
-            self.parameters[name].grad = gradient
+        for name, ranks in self.shared.items():
+            if self._rank in ranks:
+                self.parameters[name].grad = kept.get(name)
 
     def sum_shared(self, kept: dict[str, Tensor]) -> None:
         """Add up the gradients of parameters that several ranks have; all ranks call this."""

@@ -274,12 +274,12 @@ class PipelineStep:
             self._know(spread, step, part)
         if spread.plan.micro_batches != len(parts):
             spread.use(spread.planner.plan(len(parts)))
-        random, kept = random_state(), spread.owners.keep_gradients()
         running = RunningStep(spread, step, parts, weights, seeds, divide_by, self._workers)
         buffers = None
         if len(parts) > 1 and not self._report.steps:
             buffers = ChangedBuffers(self._model)
             warn_of_gradient_hooks(self._model)
+        random, kept = random_state(), spread.owners.keep_gradients()
         try:
             self._run(spread, running)
         except BaseException:

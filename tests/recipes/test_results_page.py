@@ -21,10 +21,6 @@ RESULTS = Path(__file__).parents[2] / "results"
 AGE = re.compile(r"stale, \d+ commits?|current|commit not in the history|age unknown")
 PEERS_TO_COME = {  # their recipes have got rows that no record has yet
     "figure-12-best-peer",
-    "figure-13-sub-batches-measured",
-    "figure-13-offloading-measured",
-    "figure-14-sub-batches-measured",
-    "figure-14-offloading-measured",
 }
 
 

@@ -52,6 +52,7 @@ def test_who_waits_for_a_reduction_hears_of_a_rank_that_ended(
 ) -> None:
     """Gloo does not tell: what was half sent when the other rank ended waits for its timeout."""
     monkeypatch.setattr(reductions, "_ASK_S", 0.05)
+    monkeypatch.setattr(agreement, "_PASSED_ON_S", 0.2)
     ranks = RankProcesses()
     late: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     threading.Timer(0.2, late.set_result, [torch.ones(1)]).start()

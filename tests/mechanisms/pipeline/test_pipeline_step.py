@@ -33,6 +33,7 @@ SAME: dict[str, list[Case]] = {
     ],
     "a_head_that_the_loss_does_not_use": [(2, "gradients|two_heads,second_head_first|ooo2,1f1b|1")],
     "weights_that_a_layer_computes": [(2, "computed")],
+    "orders_planned_anew_from_what_tasks_took": [(2, "replanned")],
     "all_values_on_all_ranks_without_gradients": [(2, "relays|between"), (2, "relays|attributes")],
     "batches_of_other_shapes": [(2, "shapes")],
     "random_numbers_with_any_schedule": [(2, "numbers")],
@@ -60,9 +61,8 @@ LATER_SAME: dict[str, list[Case]] = {
         (2, "gradients|checkpointed,segments|ooo2,zbv,1f1b|1"),
         (4, "gradients|checkpointed|ooo2|1"),
     ],
-    "orders_planned_anew_from_what_tasks_took": [(2, "replanned")],
 }
-"""Left to `make test-all`: what others of `SAME` train in the same ways."""
+"""Left to `make test-all`."""
 OTHERS: list[Case] = [(4, "memory"), (2, "splits"), (4, "hollow|sequential"), (2, "counted"), (2, "parts")]
 
 REFUSALS = {

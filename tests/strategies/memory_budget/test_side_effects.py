@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
-from retime.mechanisms.memory_budget.search import plan_after
+from retime.mechanisms.memory_budget.plans import BatchRecord, PlanCache
+from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.search import PlanChoice, plan_after
 from retime.mechanisms.memory_budget.step import BudgetedStep
-from retime.schedules.budget import BudgetError
+from retime.schedules.budget import BudgetError, OffloadPlan
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import Net, assert_close, fit, fit_both, loader, report_of
@@ -138,6 +140,32 @@ def test_each_shape_is_planned_from_its_own_first_step() -> None:
     assert list(in_turns) == [64, 40]
     assert alone[64].plan.offload, "not all of it fits"
     assert in_turns[64] == alone[64]
+
+
+def test_two_shapes_in_flight_are_planned_when_their_backward_passes_have_ended() -> None:
+    loop = BareLoop(dry_run="off", sub_batches=False)
+    for _ in range(2):
+        losses = []
+        for batch in (torch.ones(64, 16), torch.ones(40, 1, 16)):
+            with loop.step.offloading(loop._loss, batch):
+                losses.append(loop._loss(batch))
+        sum(losses).backward()
+    assert [shape.samples for shape in loop.step.report().shapes] == [64, 40]
+    loop.step.remove()
+
+
+def test_a_batch_of_more_samples_and_less_of_all_else_leaves_the_others_plan() -> None:
+    def record(samples: int, size: int) -> BatchRecord:
+        one = BatchRecord.__new__(BatchRecord)
+        one.key, one.samples, one.sizes = ("shape",), samples, (size,)
+        return one
+
+    cache, records = PlanCache(), [record(4, 1000), record(8, 500)]
+    for one in records:
+        cache.add(one, PlannedShape(one.samples, PlanChoice(OffloadPlan(one.samples))))
+    assert [cache.find(one).samples for one in records] == [4, 8]
+    cache.add(record(8, 1000), PlannedShape(8, PlanChoice(OffloadPlan(8))))
+    assert len(cache) == 1
 
 
 def test_a_bare_loop_is_stopped_as_well(offloads: None) -> None:
