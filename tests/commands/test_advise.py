@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import warnings
+from collections import Counter
 from html.parser import HTMLParser
 from itertools import count
 from pathlib import Path
@@ -41,7 +42,7 @@ class Fake:
     silent_blocks = 0
     interrupt_at: str
     started: list[tuple[str, dict[str, Any], dict[str, str], int]]
-    open = 0
+    blocks: Counter[tuple[str, int, bool]]
 
     def __init__(self, _: Any, request: dict[str, Any], environment: dict[str, str], ranks: int, limit: Any) -> None:
         if "layers" in request:
@@ -77,6 +78,7 @@ class Fake:
     def block(self, limit: Any, step_ms: float, **more: Any) -> tuple[float, int]:
         answer = self.steps(limit, 1, **more)
         self._blocks += 1
+        Fake.blocks[self.name, self._threads, self._fused] += 1
         return answer["ms"][0], answer["peak_bytes"]
 
     def close(self) -> None:
@@ -86,7 +88,7 @@ class Fake:
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
     Fake.times, Fake.peaks, Fake.said, Fake.refused = {}, {}, {}, {}
-    Fake.silent_blocks, Fake.interrupt_at, Fake.started = 0, "none", []
+    Fake.silent_blocks, Fake.interrupt_at, Fake.started, Fake.blocks = 0, "none", [], Counter()
     monkeypatch.setattr(advise, "Running", Fake)
     monkeypatch.setattr(advise.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(advise.torch, "get_num_threads", lambda: 2)
@@ -121,6 +123,15 @@ def test_it_finds_the_strongest_plain_step_and_compares_with_it(tmp_path: Path) 
     assert next(one for one in Fake.started if one[0] == "ooo_single_device")[1]["threads"] == 2
     assert next(one for one in Fake.started if one[0] == "ooo_ddp")[3] == 2
     assert f"budget {50 * MIB}" in [one[0] for one in Fake.started]
+
+
+def test_what_is_much_slower_takes_fewer_rounds(tmp_path: Path) -> None:
+    Fake.times = {"fused_optimizer": 20.0, "fused_optimizer_forward": 10.6}
+    _, whole, _ = run(tmp_path)
+    rounds = {row["name"]: len(row["gain"]["rounds"]) for row in whole["methods"] if row["gain"]}
+    assert (rounds["fused_optimizer"], rounds["fused_optimizer_forward"]) == (5, 9)
+    assert Fake.blocks["plain", 2, False] == 6, "with either heap, one that is not counted and two"
+    assert Fake.blocks["plain", 2, True] == 9, "not so far behind with the kept heap"
 
 
 def test_the_fastest_is_measured_twice_and_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
