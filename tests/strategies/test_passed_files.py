@@ -11,16 +11,16 @@ from support.two_ranks import run_ranks
 
 ONE_DEVICE = ("fused_optimizer", "fused_optimizer_forward", "memory_budget", "ooo_single_device", "scan")
 MOST = {
-    ("fused_optimizer",): (5, 20),
-    ("fused_optimizer_forward",): (5, 45),
-    ("fused_optimizer_ddp",): (7, 19),
-    ("memory_budget", "--budget", "1.2MiB"): (17, 200),  # in parts
-    ("memory_budget", "--budget", "2.3MiB", "--batchnorm"): (20, 450),  # offloading
+    ("fused_optimizer",): (4, 18),
+    ("fused_optimizer_forward",): (4, 45),
+    ("fused_optimizer_ddp",): (6, 15),
+    ("memory_budget", "--budget", "1.2MiB"): (15, 175),  # in parts
+    ("memory_budget", "--budget", "2.3MiB", "--batchnorm"): (19, 430),  # offloading
     ("memory_budget", "--budget", "1.2MiB", "--batch", "0"): (44, 72_000),  # planning
-    ("ooo_single_device",): (6, 75),
-    ("scan",): (7, 22),
-    ("cpu_accumulate_ddp",): (5, 8),
-    ("ooo_ddp",): (18, 200),
+    ("ooo_single_device",): (5, 70),
+    ("scan",): (6, 16),
+    ("cpu_accumulate_ddp",): (5, 7),
+    ("ooo_ddp",): (15, 150),
     ("ooo_pipeline",): (26, 720),  # which order is planned depends on measured times
 }
 """At most so many files and returns, by the tool's arguments."""
