@@ -61,6 +61,7 @@ from retime.schedules.network import parse_rate
 SUMMARY = "which methods pay for your own training step, measured"
 _ROUNDS, _SEARCH_ROUNDS = 9, 5
 _FAR_BEHIND = 1.3
+"""A plain setting whose least time is so many times the fastest one's is tried no more."""
 _MOST_RANKS = 64
 _LATENCY_MS, _BUCKETS = 0.05, tuple(size * 2**20 for size in (1, 4, 25, 100))
 """Of simulated networks: of a message; bytes of DDP's buckets, of which the best count, for either way."""

@@ -19,6 +19,7 @@ from retime.foundations.workers import Server, Worker, WorkerError, free_port, r
 FASTER, SLOWER, UNDECIDED = "faster", "slower", "undecided"
 _LEAST_ROUNDS, _ENOUGH_ROUNDS = 3, 5
 _HOPELESS = 0.9
+"""The most speed in any round of a method that gets no more rounds."""
 _BLOCK_MS, _MOST_STEPS = 300.0, 500
 """Of a block, which gives one number of a round; several steps where they are short."""
 _HAS_NO_EFFECT = re.compile(r"no effect(: | on these steps)|do not pay here|no CPU memory pool: ")

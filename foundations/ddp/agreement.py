@@ -111,6 +111,7 @@ def _told(error: Exception) -> dict[str, Any]:
 _PATIENCE_MS = 2000
 """A process closes its connections a moment before it has ended."""
 _PASSED_ON_S = 5.0
+"""What a rank sent before it ended is passed on by others meanwhile, in sums over three ranks and more."""
 _LOST = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe")
 
 

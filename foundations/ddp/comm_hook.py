@@ -192,6 +192,7 @@ class DeviceReducer:
 
 
 _MOMENT_S = 2.0
+"""How long an abort waits for the end of its groups, which takes milliseconds where nothing hangs."""
 
 
 class OwnGroupsReducer:

@@ -333,8 +333,7 @@ def _note(memory: StepMemory, *more: str) -> str:
 
 DryRuns = Literal["auto", "off"]
 COUNTED = "counted while the first step was trained, without a dry run"
-AFTER = "made from what the first step saved and held, without a dry run"
-"""Notes of such plans."""
+"""The note of such plans."""
 
 _TIMES_MADE = 3
 """What a forward pass makes counts so often: as what it saves, as gradients of that, and as what no count sees.

@@ -21,7 +21,7 @@ from retime.foundations.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory_budget.dry_run import everything
 from retime.mechanisms.memory_budget.offload import HostTier, OffloadReport, OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory_budget.plan_files import GivenPlans, plans_in, state_of
-from retime.mechanisms.memory_budget.planner import AFTER, FirstSteps, Step, StepPlanner
+from retime.mechanisms.memory_budget.planner import FirstSteps, Step, StepPlanner
 from retime.mechanisms.memory_budget.report import (
     BudgetReport,
     GraphPaths,
@@ -325,6 +325,9 @@ MakePlan = Callable[[StepPlanner, Step, Any, int], PlannedShape]
 """Makes the plan of a step for a batch of so many samples, as :meth:`StepPlanner.make` does."""
 
 
+_AFTER = "made from what the first step saved and held, without a dry run"
+
+
 @dataclass
 class _OffloadedFirst:
     record: BatchRecord
@@ -495,7 +498,7 @@ class BatchPlans:
             elif self.book.find(record) is None:
                 choice = plan_after(record.samples, first.sizes, first.needed_bytes, self.planner.budget_bytes)
                 self._offloads.forget(plan)
-                self.keep(record, PlannedShape(record.samples, choice, note=AFTER))
+                self.keep(record, PlannedShape(record.samples, choice, note=_AFTER))
                 self._limit_freed(batch)
 
     def keep_whole(self, step: Step, record: BatchRecord, reason: str) -> None:
