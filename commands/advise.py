@@ -285,6 +285,8 @@ class _Measuring:
         self._advice, self._cores = advice, cores
         self._base: Running | None = None
         self._base_method = PLAIN
+        self._anew = False
+        """Whether processes are started, and not forked, which takes seconds less: memory lies alike in all forks."""
         self._ddp: Method | None = None
 
     def close(self) -> None:
@@ -373,7 +375,8 @@ class _Measuring:
     def _start(self, method: Method, setting: Setting, limit: Limit, *, facts: bool = False) -> Running:
         ranks = self._advice.devices if method.ranks else 1
         how = {"method": method, "threads": setting.threads, "fused": setting.fused, "devices": ranks, "facts": facts}
-        environment = KEPT_HEAP if setting.kept_heap else {}
+        how["keep_heap"] = setting.kept_heap and not self._anew
+        environment = (KEPT_HEAP if setting.kept_heap else {}) if self._anew else None
         return Running(serve, {**self._request, **how}, environment, ranks, limit)
 
     def _setting_of(self, method: Method) -> Setting:
@@ -471,6 +474,7 @@ class _Measuring:
             row = chosen[0]
             progress(f"once more, in new processes: {row.name}")
             self.close()
+            self._anew = True
             again = self._measured(row.name, row.method, show=True)
             row.confirmed = True
             if again.gain is None or row.gain is None:

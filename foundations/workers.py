@@ -13,6 +13,7 @@ Processes are forked from one server that has imported torch, which takes second
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -42,6 +43,7 @@ KEPT_HEAP = {
     "MALLOC_TOP_PAD_": "67108864",
 }
 """An environment: the C library maps no memory and gives none back, and its heap grows by 64 MiB."""
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # mallopt(3)
 _LINES = 3000  # characters of what a process printed before it died
 _GRACE_S = 10.0
 _PORTS = 16  # that are held; ranks have met at the oldest by then
@@ -205,6 +207,14 @@ def next_request(answer: Any) -> dict[str, Any] | None:
     except (EOFError, OSError):
         return None
     return request
+
+
+def keep_heap() -> None:
+    """What :data:`KEPT_HEAP` does, from now on: for a process that was forked. Other C libraries have no such setting."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for setting, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 * 2**20)):
+            mallopt(setting, value)
 
 
 def free_port() -> int:

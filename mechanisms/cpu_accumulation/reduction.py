@@ -141,7 +141,7 @@ class HostReducer:
         given: float,
     ) -> None:
         try:
-            if has_streams(values.device):
+            if buffer is not values:
                 torch.cuda.set_device(values.device)  # a new thread's is device 0
             left.synchronize()
             if self._watch is None:

@@ -79,7 +79,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request_of(name: str, method: Any = PLAIN, ranks: int = 1) -> dict[str, Any]:
     job = {"config": None, "batch": None, "optimizer": None, "device": "cpu"}
-    how = {"method": method, "threads": 1, "fused": True, "devices": ranks, "facts": True, "trainer": {}}
+    how = {"method": method, "threads": 1, "fused": True, "devices": ranks, "facts": True, "trainer": {}, "keep_heap": True}
     return {"job": job, "words": [f"advised_models:{name}"], **how}
 
 
