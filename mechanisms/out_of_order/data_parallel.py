@@ -37,7 +37,7 @@ from retime.foundations.ddp import (
 )
 from retime.foundations.lazy_updates import parameters_of, pending_of
 from retime.foundations.messages import Report, each_because, parse_bytes, show_bytes, warn_no_effect
-from retime.foundations.torch_private.distributed import GradBucket, has_rebuilt_buckets, joins_uneven_inputs
+from retime.foundations.torch_private.distributed import GradBucket, has_rebuilt_buckets, join_reader
 from retime.foundations.weight_gradients import Block, WeightGradientDeferral
 from retime.mechanisms.fusion import ForwardFusion, FusionReport
 from retime.mechanisms.out_of_order.k_search import K, KChoice, SavedK, extra_bytes
@@ -427,7 +427,7 @@ class OutOfOrderDataParallel:
         self._passes = self._deferral.split.passes
         self._passes.splits = False  # until a forward pass whose gradients are synchronised
         self.k_choice = KChoice(model, self._deferral, k, most, known_k)
-        self._divide = divide
+        self._divide, self._joins = divide, join_reader(model)
         self._arrivals = InFlightReductions(self._report, cross_iteration=cross_iteration)
         self._updates: list[CrossIterationUpdates] = []
         self._detached = FusionReport("forward")  # counts of those that were removed
@@ -550,7 +550,7 @@ class OutOfOrderDataParallel:
         if synchronised:
             self._deferral.split.forget()
             self._choose_k()
-        even = not joins_uneven_inputs(self.model)  # a rank that has joined early follows the wrapper's own order
+        even = not self._joins(self.model)  # a rank that has joined early follows the wrapper's own order
         self._passes.splits = synchronised and even and self.k_choice.order_stays_because is None
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
@@ -572,7 +572,7 @@ class OutOfOrderDataParallel:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Report a full bucket as done, and start its all-reduce unless it leaves in our own order."""
         buffer = bucket.buffer()
-        if joins_uneven_inputs(self.model):
+        if self._joins(self.model):
             scale(buffer, self._slot.ranks, divide=self._divide)
             return self._slot.sum(bucket)
         self._sending.start_full(bucket, defers=self._passes.splits)

@@ -19,8 +19,8 @@ MOST = {
     ("memory_budget", "--budget", "1.2MiB", "--batch", "0"): (44, 72_000),  # planning
     ("ooo_single_device",): (5, 70),
     ("scan",): (6, 16),
-    ("cpu_accumulate_ddp",): (5, 7),
-    ("ooo_ddp",): (15, 150),
+    ("cpu_accumulate_ddp",): (5, 6),
+    ("ooo_ddp",): (13, 150),
     ("ooo_pipeline",): (26, 720),  # which order is planned depends on measured times
 }
 """At most so many files and returns, by the tool's arguments."""
