@@ -210,7 +210,7 @@ def next_request(answer: Any) -> dict[str, Any] | None:
 
 
 def keep_heap() -> None:
-    """What :data:`KEPT_HEAP` does, from now on: for a process that was forked. Other C libraries have no such setting."""
+    """What :data:`KEPT_HEAP` does, from now on, for a process that was forked; only glibc has such settings."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for setting, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 * 2**20)):

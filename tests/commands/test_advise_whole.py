@@ -79,8 +79,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request_of(name: str, method: Any = PLAIN, ranks: int = 1) -> dict[str, Any]:
     job = {"config": None, "batch": None, "optimizer": None, "device": "cpu"}
-    how = {"method": method, "threads": 1, "fused": True, "devices": ranks, "facts": True, "trainer": {}, "keep_heap": True}
-    return {"job": job, "words": [f"advised_models:{name}"], **how}
+    how = {"method": method, "threads": 1, "fused": True, "devices": ranks, "facts": True, "trainer": {}}
+    return {"job": job, "words": [f"advised_models:{name}"], "keep_heap": True, **how}
 
 
 @pytest.mark.long
