@@ -33,10 +33,7 @@ class Mark:
     """
 
     def __init__(
-        self,
-        event: torch.cuda.Event | None = None,
-        given_on: torch.cuda.Stream | None = None,
-        hold: Iterable[Any] = (),
+        self, event: torch.cuda.Event | None = None, given_on: torch.cuda.Stream | None = None, hold: Iterable[Any] = ()
     ) -> None:
         self._event = event
         self._given_on = given_on

@@ -111,11 +111,7 @@ class FusedOptimizerDDPStrategy(HostReductionMixin, _Fused, DDPArguments):
 
     @checked
     def __init__(
-        self,
-        mode: str = "backward",
-        bucket_bytes: int | str | None = None,
-        reduce_on: ReduceOn = "device",
-        **ddp: Any,
+        self, mode: str = "backward", bucket_bytes: int | str | None = None, reduce_on: ReduceOn = "device", **ddp: Any
     ) -> None:
         super().__init__(**ddp)
         if reduce_on == "host":

@@ -10,12 +10,4 @@ from retime.foundations.cpu_pool.pool import (
     within,
 )
 
-__all__ = [
-    "FreedMemory",
-    "MemoryPool",
-    "POOLED_BYTES",
-    "PoolReport",
-    "give_back_freed_memory",
-    "trim_heap",
-    "within",
-]
+__all__ = ["FreedMemory", "MemoryPool", "POOLED_BYTES", "PoolReport", "give_back_freed_memory", "trim_heap", "within"]

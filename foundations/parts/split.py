@@ -293,10 +293,7 @@ def _in_parts(batch: Any, samples: int, count: int, split: Split) -> list[Any]:
             f"split_batch gave parts of {text} samples for sub_batch={first} of a batch of {samples}: all but the last "
             f"have to have {first}, and the last the rest"
         )
-    return [
-        *_in_parts(parts[0], first, half, split),
-        *_in_parts(parts[1], samples - first, count - half, split),
-    ]
+    return [*_in_parts(parts[0], first, half, split), *_in_parts(parts[1], samples - first, count - half, split)]
 
 
 # What a plan is made for: batches of one shape, and the model as it is.

@@ -31,13 +31,7 @@ from retime.foundations.torch_private.tensors import lazy_clone, version_of
 # the places in which other tensors can stand in for a while.
 
 _NOTHING_IN_IT = (bool, int, float, complex, str, bytes, type(None), range, slice, type, torch.dtype, torch.device)
-_CODE = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.ModuleType,
-    torch.jit.ScriptFunction,
-)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.jit.ScriptFunction)
 _OF_THREADS = {"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio", "subprocess"}
 # A Trainer, say, goes on while a step is tried out; but a metric's state is the model's.
 _FRAMEWORKS = LIBRARIES - {"torchmetrics"}

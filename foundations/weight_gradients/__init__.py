@@ -3,9 +3,4 @@
 from retime.foundations.weight_gradients.cut import Block
 from retime.foundations.weight_gradients.split_backward import SMALL, SplitBackward, WeightGradientDeferral
 
-__all__ = [
-    "Block",
-    "SMALL",
-    "SplitBackward",
-    "WeightGradientDeferral",
-]
+__all__ = ["Block", "SMALL", "SplitBackward", "WeightGradientDeferral"]

@@ -36,14 +36,7 @@ from retime.foundations.weight_gradients.cut import (
     look_into,
     why_whole,
 )
-from retime.foundations.weight_gradients.passes import (
-    UNNAMED,
-    FirstPass,
-    Forward,
-    Guard,
-    PassesInFlight,
-    WaitingPass,
-)
+from retime.foundations.weight_gradients.passes import UNNAMED, FirstPass, Forward, Guard, PassesInFlight, WaitingPass
 
 # Hooks on modules that stay behind when a module is copied.
 

@@ -23,10 +23,4 @@ from retime.integrations.transformers.data_parallel import CPUAccumulate, OutOfO
 from retime.integrations.transformers.fused_optimizer import FusedOptimizer
 from retime.integrations.transformers.memory_budget import MemoryBudget
 
-__all__ = [
-    "CPUAccumulate",
-    "FusedOptimizer",
-    "MemoryBudget",
-    "OutOfOrderDataParallel",
-    "OutOfOrderPipeline",
-]
+__all__ = ["CPUAccumulate", "FusedOptimizer", "MemoryBudget", "OutOfOrderDataParallel", "OutOfOrderPipeline"]

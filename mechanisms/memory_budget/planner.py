@@ -41,14 +41,7 @@ from retime.mechanisms.memory_budget.dry_run import (
 )
 from retime.mechanisms.memory_budget.offload import HostTier, PlanMismatch
 from retime.mechanisms.memory_budget.report import PlannedShape
-from retime.mechanisms.memory_budget.search import (
-    MOST_TRIALS,
-    PlanChoice,
-    PlanTrial,
-    examined,
-    part_sizes,
-    search_plan,
-)
+from retime.mechanisms.memory_budget.search import MOST_TRIALS, PlanChoice, PlanTrial, examined, part_sizes, search_plan
 from retime.mechanisms.memory_budget.separability import certify, compared
 from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.schedules.budget import BudgetError, OffloadPlan

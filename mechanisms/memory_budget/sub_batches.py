@@ -189,13 +189,7 @@ class PlannedBatches:
     """
 
     def __init__(
-        self,
-        plans: BatchPlans,
-        offloads: Offloads,
-        compiled: CompiledCode,
-        report: BudgetReport,
-        *,
-        may_stop: bool,
+        self, plans: BatchPlans, offloads: Offloads, compiled: CompiledCode, report: BudgetReport, *, may_stop: bool
     ) -> None:
         self.now: SubBatches | None = None
         self.stopped = False

@@ -419,10 +419,7 @@ class OutOfOrderDataParallel:
         self._expects_loss = expects_loss
         self._report = OutOfOrderReport()
         self._deferral = WeightGradientDeferral(
-            model.module,
-            blocks=blocks,
-            on_block=self._on_block,
-            on_finished=self._arrange_waits,
+            model.module, blocks=blocks, on_block=self._on_block, on_finished=self._arrange_waits
         )
         self._passes = self._deferral.split.passes
         self._passes.splits = False  # until a forward pass whose gradients are synchronised

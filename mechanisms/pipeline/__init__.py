@@ -3,13 +3,7 @@
 from retime.foundations.ddp import RankLostError
 from retime.mechanisms.pipeline.checks import PipelineError, check_optimizer, messages_of_group, warn_of_parts
 from retime.mechanisms.pipeline.layers import find_layers
-from retime.mechanisms.pipeline.losses import (
-    Examples,
-    FirstLook,
-    LossWeight,
-    LossWeights,
-    needed_loss,
-)
+from retime.mechanisms.pipeline.losses import Examples, FirstLook, LossWeight, LossWeights, needed_loss
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel, is_on_meta, load_into_meta
 from retime.mechanisms.pipeline.ownership import (
     Ownership,

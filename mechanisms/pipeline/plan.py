@@ -401,13 +401,7 @@ class Planner:
         schedule = joined_gradients(schedule, placement, of_stages, hops=costs.hop_ms)
         ran = self._ran(schedule, placement, of_stages)
         return PipelinePlan(
-            name,
-            stage_of,
-            placement.rank_of,
-            orders_of(schedule),
-            micro_batches,
-            ran.makespan_ms,
-            ran.bubble_share,
+            name, stage_of, placement.rank_of, orders_of(schedule), micro_batches, ran.makespan_ms, ran.bubble_share
         )
 
     def _check_cap(self, placement: Placement, costs: StageCosts, alive: int) -> None:

@@ -17,16 +17,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from retime.commands.advise_turns import (
-    FASTER,
-    SLOWER,
-    Limit,
-    MethodError,
-    Running,
-    in_turns,
-    judged,
-    no_effect,
-)
+from retime.commands.advise_turns import FASTER, SLOWER, Limit, MethodError, Running, in_turns, judged, no_effect
 from retime.commands.advise_worker import DDP, FIRST_STEPS, METHODS, PLAIN, Method, fit_in_turns, memory_budget
 from retime.foundations import workers
 from retime.foundations.measure import speedup

@@ -71,7 +71,7 @@ class Figures(OnRanks):
         lines = [
             "Efficiency is the step of a rank that trains alone, beside as many others that do, over the step. What "
             "communication leaves exposed is what the step waits for at the end of the backward pass; of the naive way "
-            "the weights' broadcast is beside it, in the update.",
+            "the weights' broadcast is beside it, in the update."
         ]
         for point in result.points:
             same = ", ".join(point.facts["the same final weights"])

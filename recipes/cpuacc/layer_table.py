@@ -88,7 +88,7 @@ class LayerTable(OnRanks):
             "and adds up its own share of each layer. All of it is timed while the backward pass goes on, on the "
             "rank's own core: backward times hold it, and its times hold the turns in which the core went on with the "
             "backward pass. Wait: asleep until other ranks have done their part. Exposed: what of a layer's sum ran "
-            "when the backward pass was over, waits included. A value is the slowest rank's.",
+            "when the backward pass was over, waits included. A value is the slowest rank's."
         ]
         for point in result.points:
             lines.append(f"- {place(point)} on {point.facts['cores']} cores:")

@@ -72,7 +72,7 @@ class Targets(CaseRecipe[AccumulationSettings]):
         sent = ". ".join(_SENT[backend] for backend in sorted(joined))
         lines = [
             f"Ranks beyond the cores share them, also the copies. {sent}; in pieces, its sums run at the same time. A "
-            "step's exposed communication is what it takes beyond one rank that trains alone.",
+            "step's exposed communication is what it takes beyond one rank that trains alone."
         ]
         for point in result.points:
             if "case" not in point.at:

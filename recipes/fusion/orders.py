@@ -46,7 +46,7 @@ class Depths(Recipe[FusionSettings]):
     def notes(self, result: Result) -> list[str]:
         return [
             "Counted from the orders of `retime.schedules`, with updates on a lane of their own: nodes on the longest "
-            "chain, both gradients of a layer as one. Forward-fusion merges steps, so the paper gives it no depth.",
+            "chain, both gradients of a layer as one. Forward-fusion merges steps, so the paper gives it no depth."
         ]
 
     def draw(self, result: Result, path: Path) -> None:

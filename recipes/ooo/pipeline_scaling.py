@@ -345,7 +345,7 @@ class Hybrids(CaseRecipe[PaperPipelineSettings]):
         return [
             "Simulated: F, O and W of a layer take a unit each, messages and sums what the case says of it. A layer's "
             "gradients are added up when the last micro-batch's is there, in the order in which that is, and overlap "
-            "with what follows, the next step's forward pass included.",
+            "with what follows, the next step's forward pass included."
         ]
 
     def draw(self, result: Result, path: Path) -> None:

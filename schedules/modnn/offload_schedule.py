@@ -81,13 +81,7 @@ class _Scheduler:
     """Algorithm 1; the numbers in comments are its lines."""
 
     def __init__(
-        self,
-        graph: TaskGraph,
-        samples: int,
-        budget_bytes: int,
-        bandwidth: float,
-        techniques: Techniques,
-        update: bool,
+        self, graph: TaskGraph, samples: int, budget_bytes: int, bandwidth: float, techniques: Techniques, update: bool
     ) -> None:
         self.sized = size_graph(graph, samples, update=update)
         self.device = Device(self.sized, budget_bytes - self.sized.resident_bytes, bandwidth)
@@ -290,12 +284,7 @@ class Choice:
 
 
 def choose_algorithm(
-    device: Device,
-    task: int,
-    now_ms: float,
-    techniques: Techniques,
-    *,
-    any_will_do: bool = False,
+    device: Device, task: int, now_ms: float, techniques: Techniques, *, any_will_do: bool = False
 ) -> Choice | None:
     """The algorithm for ``task``, whose inputs and outputs are in place.
 

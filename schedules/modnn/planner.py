@@ -189,10 +189,7 @@ def plan_vdnn(
 
 
 def _rounds(
-    batch: int,
-    samples: int,
-    simulate: Callable[[int, bool], OffloadSchedule],
-    considered: list[Candidate],
+    batch: int, samples: int, simulate: Callable[[int, bool], OffloadSchedule], considered: list[Candidate]
 ) -> BatchPlan:
     last = simulate((batch - 1) % samples + 1, True)
     full = simulate(samples, False) if samples < batch else last

@@ -15,13 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from retime.schedules.errors import check_count
-from retime.schedules.pipeline.placement import (
-    Chunks,
-    Placement,
-    rank_schedule,
-    require_one_chunk,
-    require_turns,
-)
+from retime.schedules.pipeline.placement import Chunks, Placement, rank_schedule, require_one_chunk, require_turns
 from retime.schedules.pipeline.simulation import Hops, PipelineTimeline, StageCosts, simulate_pipeline
 from retime.schedules.schedule import Schedule, Task
 

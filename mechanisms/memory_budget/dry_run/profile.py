@@ -185,11 +185,7 @@ class Lifetimes:
     """
 
     def __init__(
-        self,
-        plain: StepProfile,
-        away: StepProfile,
-        larger: StepProfile | None = None,
-        batch_bytes: int | None = None,
+        self, plain: StepProfile, away: StepProfile, larger: StepProfile | None = None, batch_bytes: int | None = None
     ) -> None:
         operations = _before_update(plain)
         names = [operation.name for operation in operations]

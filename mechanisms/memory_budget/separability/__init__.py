@@ -3,8 +3,4 @@
 from retime.mechanisms.memory_budget.separability.certify import certify, compared
 from retime.mechanisms.memory_budget.separability.watch import Compared
 
-__all__ = [
-    "Compared",
-    "certify",
-    "compared",
-]
+__all__ = ["Compared", "certify", "compared"]
