@@ -2,7 +2,7 @@
 
 `ooo_pipeline_targets` and `ooo_fig11_links` (messages over links that are shaped) emulate compute, so that more ranks
 than cores can run; messages, threads and the runtime that orders tasks are those of `PipelineStep`. In
-`ooo_pipeline_compute` ranks compute.
+`ooo_pipeline_compute` ranks compute, and in `ooo_pipeline_memory` their tensors are counted.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from retime.recipes import emulated
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row, ratio, titled
+from retime.recipes.core.results import Point, Result, Row, percent_more, ratio, titled
 from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, run_ranks
 from retime.recipes.ooo.claims import claim, pipelines, target
-from retime.recipes.ooo.pipeline_scaling import GPIPE, OURS
+from retime.recipes.ooo.pipeline_scaling import GPIPE, NAMES, OURS, PAPERS1, PAPERS2
 from retime.recipes.ooo.pipeline_scaling import ONE as ONE_GPU
 from retime.recipes.ooo.pipeline_worker import ONE, schedule_of, serve
 from retime.recipes.ooo.settings import PipelineSettings, of_case
 
-STEP = "step"
+STEP, PEAK = "step", "peak of tensors"
 ZBV, TORCH_GPIPE = "zbv", "torch GPipe"
 PAPERS_RANKS = 4
 
@@ -274,6 +274,54 @@ class RealLayers(StepsOnRanks):
         colours = [charts.colour_key(words, charts.COLOURS[number]) for words, number in keys.items()]
         drawing, panels = self.drawn(result, 5.5, 40, *colours)
         for axes, point in zip(panels, result.points, strict=True):
+            axes.set_title(f"{point.at['network']}, {point.facts['ranks']} ranks", fontsize=9)
+        charts.save(drawing, path)
+
+
+class PipelineMemory(StepsOnRanks):
+    """A point a model: the most bytes of tensors on a rank."""
+
+    over = (("network", "cases"),)
+    quantity = PEAK
+    on_cpu = "counts tensors in this machine's memory"
+
+    def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = of_case(settings, at["network"])
+        rows, by_rank = [], {}
+        for name in case.schedules:
+            request = {**asdict(case), "do": "remembering", "schedule": name}
+            answers = run_ranks(loopback(case.ranks), serve, request, timeout_s=case.timeout_s)
+            rows.append(Row(name, PEAK, "MiB", [round(max(ranks) / 2**20, 3) for ranks in zip(*answers, strict=True)]))
+            by_rank[name] = [round(median(peaks) / 2**20, 3) for peaks in answers]
+            tick(name)
+        return Measured(rows, {"ranks": case.ranks, "MiB by rank": by_rank})
+
+    def blocks(self, settings: PipelineSettings) -> int | None:
+        return sum(len(of_case(settings, name).schedules) for name in settings.cases)
+
+    def references(self, point: Point) -> dict[str, str]:
+        return {f"memory of {GPIPE}": GPIPE}
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            for name, schedule in (("forwarding-memory", PAPERS1), ("modulo-peak", PAPERS2)):
+                if more := percent_more(point, schedule, GPIPE, PEAK):
+                    lines.append(Comparison(claim(name), more, f"{point.at['network']}: {schedule} over {GPIPE}"))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        return [
+            "Tensors of the rank that has most: parameters, their gradients, Adam's state, activations and messages. "
+            "*_flush runs all forward passes first, as GPipe and the paper do."
+        ]
+
+    def draw(self, result: Result, path: Path) -> None:
+        drawing, panels = charts.panels(titled(result), len(result.points), width=7.5, height=4.8)
+        for axes, point in zip(panels, result.points, strict=True):
+            peaks = {NAMES[name]: point.spread(name, PEAK) for name in point.variants(PEAK)}
+            charts.bars(axes, peaks, [_colour(name) for name in point.variants(PEAK)], 20)
+            axes.set_ylabel("most bytes of tensors on a rank (MiB)")
             axes.set_title(f"{point.at['network']}, {point.facts['ranks']} ranks", fontsize=9)
         charts.save(drawing, path)
 

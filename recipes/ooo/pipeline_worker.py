@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from retime.foundations.cpu_pool import MemoryPool
 from retime.foundations.workers import Answer, by_name
 from retime.mechanisms.pipeline import PipelineStep
 from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
@@ -30,6 +31,8 @@ _ELEMENTS = 2**15
 _SAMPLES = 2
 """Of a micro-batch."""
 _PINGS = 20
+_BEFORE = 2
+"""Steps until a rank has its own layers alone, and its optimizer's state."""
 _Train = Callable[[Any], float]
 """A step's forward and backward passes on a batch; the loss on the rank that has it, 0 on others."""
 
@@ -113,6 +116,31 @@ def computing(request: dict[str, Any]) -> dict[str, Any]:
         "simulated bubble": {name: report.simulated_bubble_share for name, report in reports.items()},
         "stages": {name: report.stages for name, report in reports.items()},
     }
+
+
+def remembering(request: dict[str, Any]) -> list[int]:
+    """The most bytes of this rank's tensors in a step, with its parameters and Adam's state; by round.
+
+    Raises:
+        RuntimeError: tensors cannot be counted here.
+    """
+    counter = MemoryPool()
+    if not counter.install():
+        raise RuntimeError(f"a pool counts the bytes of tensors, and {counter.why_not}")
+    model = build_model(request["model"], CPU, request["seed"])
+    (batch,) = build_batches(request["data"], request["batch_size"], 1)
+    pipeline = PipelineStep(model, microbatches=request["micro_batches"], schedule=request["schedule"], split="fastest")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    peaks = []
+    for _ in range(_BEFORE + request["rounds"]):
+        dist.barrier()
+        counter.reset_peaks()
+        _pipelined(pipeline, partial(_loss, model), batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(counter.counts().peak_live)
+    pipeline.remove()
+    return peaks[_BEFORE:]
 
 
 def schedule_of(variant: str) -> tuple[str, int | None]:
@@ -222,7 +250,7 @@ def _summed(value: float) -> float:
 
 def serve() -> Answer:
     """For `run_ranks`."""
-    return joined(by_name(sleeping, computing))
+    return joined(by_name(sleeping, computing, remembering))
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]

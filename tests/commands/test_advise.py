@@ -41,10 +41,12 @@ class Fake:
     refused: dict[str, str]
     silent_blocks = 0
     interrupt_at: str
-    started: list[tuple[str, dict[str, Any], dict[str, str], int]]
+    started: list[tuple[str, dict[str, Any], dict[str, str] | None, int]]
     blocks: Counter[tuple[str, int, bool]]
 
-    def __init__(self, _: Any, request: dict[str, Any], environment: dict[str, str], ranks: int, limit: Any) -> None:
+    def __init__(
+        self, _: Any, request: dict[str, Any], environment: dict[str, str] | None, ranks: int, limit: Any
+    ) -> None:
         if "layers" in request:
             self.first = {"layers": [(1.0, 1.0, 1.0, 4 * MIB)] * 6}
             return
@@ -52,7 +54,8 @@ class Fake:
         self.name = next((name for name, one in {"plain": PLAIN, "ddp": DDP, **METHODS}.items() if one == method), "")
         self.name = self.name or "{} {}".format(*next(iter(method.arguments.items())))
         Fake.started.append((self.name, request, environment, ranks))
-        self.is_busy, self._turns, self._kept, self._blocks = False, count(), bool(environment), 0
+        self.is_busy, self._turns, self._blocks = False, count(), 0
+        self._kept = bool(environment) or request["keep_heap"]
         self._threads, self._fused = request["threads"], request["fused"]
         if self.name == Fake.interrupt_at:
             raise KeyboardInterrupt
@@ -112,14 +115,19 @@ def verdicts(whole: dict[str, Any]) -> dict[str, str]:
 
 
 def test_it_finds_the_strongest_plain_step_and_compares_with_it(tmp_path: Path) -> None:
+    Fake.times = {"fused_optimizer": 9.0}
     _, whole, _ = run(tmp_path)
     assert whole["plain"]["strongest"] == {"threads": 1, "fused": True, "kept_heap": True}
     assert whole["plain"]["as_it_is"] == "2 threads"
     assert whole["plain"]["as_it_is_ms"] == pytest.approx(10 * 1.5 * 1.2 * 1.1, rel=0.01)
     _, request, environment, ranks = next(one for one in Fake.started if one[0] == "fused_optimizer")
     assert (request["threads"], request["fused"], ranks) == (1, True, 1)
-    assert "MALLOC_TRIM_THRESHOLD_" in environment
-    assert next(one for one in Fake.started if one[0] == "CPUMemoryPool")[2] == {}  # it is an allocator itself
+    assert (request["keep_heap"], environment) == (True, None)
+    pool = next(request for name, request, _, _ in Fake.started if name == "CPUMemoryPool")
+    assert not pool["keep_heap"]  # it is an allocator itself
+    _, request, environment, _ = [one for one in Fake.started if one[0] == "fused_optimizer"][-1]  # is to be advised
+    assert not request["keep_heap"]
+    assert "MALLOC_TRIM_THRESHOLD_" in (environment or {})
     assert next(one for one in Fake.started if one[0] == "ooo_single_device")[1]["threads"] == 2
     assert next(one for one in Fake.started if one[0] == "ooo_ddp")[3] == 2
     assert f"budget {50 * MIB}" in [one[0] for one in Fake.started]
