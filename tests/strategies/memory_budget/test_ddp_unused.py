@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from retime.strategies import MemoryBudgetDDPStrategy
 from support import memory_budget as support
-from support.memory_budget import CLASSES, FEATURES, SHALLOW, ShallowNet, fit, loader
+from support.memory_budget import CLASSES, FEATURES, ShallowNet, fit, loader
 
 pytestmark = [*support.IGNORED, pytest.mark.filterwarnings("ignore:.*no longer give the batch's gradient")]
 
@@ -36,6 +36,6 @@ class EarlyOnly(ShallowNet):
 
 def test_ddps_error_says_what_sub_batches_have_to_do_with_it(splits: None) -> None:
     with pytest.raises(RuntimeError, match="parameters that were not used in producing the loss") as caught:
-        fit(EarlyOnly(), MemoryBudgetDDPStrategy(2 * SHALLOW, process_group_backend="gloo"), data=loader(4))
+        fit(EarlyOnly(), MemoryBudgetDDPStrategy(110_000, process_group_backend="gloo"), data=loader(4))
     (note,) = caught.value.__notes__
     assert "only earlier ones use count as unused; find_unused_parameters=True" in note

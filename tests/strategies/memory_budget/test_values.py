@@ -139,7 +139,7 @@ class Weighs(Ignores):
 
 @pytest.mark.parametrize(
     ("kind", "batches"),
-    [(Ignores, 3), (Sums, 2), *(pytest.param(kind, 2, marks=pytest.mark.long) for kind in (Skips, Weighs))],
+    [(Ignores, 3), (Sums, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((Skips, 3), (Weighs, 2)))],
 )
 def test_another_weighting_from_some_batch_on_is_told_and_right_at_once(kind: type[ShallowNet], batches: int) -> None:
     with pytest.warns(NoEffectWarning, match=r"from this batch on .* no longer give the batch's gradient"):
