@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import BATCH, CLASSES, FEATURES, SMALL, Net, assert_close, fit, fit_both, report_of
+from support.memory_budget import BATCH, CLASSES, FEATURES, SHALLOW, ShallowNet, assert_close, fit, fit_both, report_of
 
 pytestmark = support.IGNORED
 
 
-class Skips(Net):
+class Skips(ShallowNet):
     """A mean over the samples that count; notes how many graphs are still there when a part begins."""
 
     def __init__(self) -> None:
@@ -44,9 +44,9 @@ def late() -> DataLoader[Any]:
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_first_part_without_a_loss(splits: None, accumulated: int) -> None:
-    plain, ours, report = fit_both(Skips, SMALL, late(), accumulate_grad_batches=accumulated)
+    plain, ours, report = fit_both(Skips, SHALLOW, late(), accumulate_grad_batches=accumulated)
     assert report.sub_batches > report.steps == 3
     assert_close(plain, ours)
     assert not any(ours.graphs)
@@ -61,10 +61,10 @@ class AccumulatesLater(Callback):
 
 def test_accumulation_that_begins_later(offloads: None) -> None:
     """From then on gradients are there all the time, which takes another plan; the first one holds again afterwards."""
-    plain, ours, report = fit_both(Net, SMALL, callbacks=[AccumulatesLater()], max_epochs=3)
+    plain, ours, report = fit_both(ShallowNet, SHALLOW, callbacks=[AccumulatesLater()], max_epochs=3)
     assert_close(plain, ours, 0)
     choices = [shape.choice for shape in report.shapes]
-    always = fit(Net(), MemoryBudgetStrategy(SMALL), accumulate_grad_batches=3)
+    always = fit(ShallowNet(), MemoryBudgetStrategy(SHALLOW), accumulate_grad_batches=3)
     (expected,) = (shape.choice for shape in report_of(always).shapes)
     assert len(choices) == 2
     assert (choices[1].plan, choices[1].peak_bytes) == (expected.plan, expected.peak_bytes)

@@ -12,7 +12,7 @@ from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.errors import ScheduleError
 from support import memory_budget as support
-from support.memory_budget import BATCH, FEATURES, OFFLOADS, SMALL, use_costs
+from support.memory_budget import BATCH, FEATURES, OFFLOADS, SHALLOW, use_costs
 
 pytestmark = support.IGNORED
 
@@ -25,14 +25,14 @@ def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
 def model_of(*more: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for _ in range(8):
+    for _ in range(4):
         layers += [nn.Linear(FEATURES, FEATURES), nn.Tanh()]
     return nn.Sequential(*more, *layers, nn.Linear(FEATURES, 1))
 
 
 def budgeted(model: nn.Module, **options: Any) -> BudgetedStep:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return BudgetedStep(model, [optimizer], SMALL, HostMemory("cpu"), **options)
+    return BudgetedStep(model, [optimizer], SHALLOW, HostMemory("cpu"), **options)
 
 
 def test_layers_that_thaw_are_planned_for() -> None:

@@ -34,7 +34,9 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @OFFLOAD_LATER
-def test_a_resumed_run_does_not_search_again(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_searches_again_for_another_budget_only(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, first = train(MemoryBudgetStrategy(SHALLOW), tmp_path / "one.ckpt", 1)
     planned = report_of(first).shapes[0]
     kept = torch.load(tmp_path / "one.ckpt", weights_only=True)["retime_memory_budget"]
@@ -42,6 +44,8 @@ def test_a_resumed_run_does_not_search_again(way: str, tmp_path: Path, monkeypat
     assert kept["plans"][0]["plan"] == str(planned.choice.plan)
     assert kept["plans"][0]["samples"] == support.BATCH
 
+    _, other = train(MemoryBudgetStrategy(SHALLOW + 20_000), tmp_path / "other.ckpt", 2, tmp_path / "one.ckpt")
+    assert "earlier run" not in report_of(other).one_line
     plain, _ = train("auto", tmp_path / "plain.ckpt", 2)
     no_search(monkeypatch)
     ours, second = train(MemoryBudgetStrategy(SHALLOW), tmp_path / "two.ckpt", 2, tmp_path / "one.ckpt")
@@ -55,19 +59,12 @@ def test_a_resumed_run_does_not_search_again(way: str, tmp_path: Path, monkeypat
 
 
 @OFFLOAD_LATER
-def test_another_budget_is_planned_for(way: str, tmp_path: Path) -> None:
-    train(MemoryBudgetStrategy(SHALLOW), tmp_path / "one.ckpt", 1)
-    _, second = train(MemoryBudgetStrategy(SHALLOW + 20_000), tmp_path / "two.ckpt", 2, tmp_path / "one.ckpt")
-    assert "earlier run" not in report_of(second).one_line
-
-
-@OFFLOAD_LATER
 def test_another_model_is_planned_for(way: str) -> None:
     done = trainer(MemoryBudgetStrategy(SHALLOW))
-    done.fit(ShallowNet(), loader())
+    done.fit(Net(depth=2), loader())
     done.fit_loop.max_epochs = 3
     for width, planned_again in ((17, True), (17, False)):
-        done.fit(Net(width=width, depth=4), loader())
+        done.fit(Net(width=width, depth=2), loader())
         assert ("earlier run" not in report_of(done).one_line) == planned_again
         done.fit_loop.max_epochs += 1
 

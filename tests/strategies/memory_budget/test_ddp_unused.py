@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from retime.strategies import MemoryBudgetDDPStrategy
 from support import memory_budget as support
-from support.memory_budget import CLASSES, FEATURES, TINY, Net, fit, loader
+from support.memory_budget import CLASSES, FEATURES, ShallowNet, fit, loader
 
 pytestmark = [*support.IGNORED, pytest.mark.filterwarnings("ignore:.*no longer give the batch's gradient")]
 
 
-class EarlyOnly(Net):
+class EarlyOnly(ShallowNet):
     """From the second batch on a layer is left out in all sub-batches but the first."""
 
     def __init__(self) -> None:
@@ -36,6 +36,6 @@ class EarlyOnly(Net):
 
 def test_ddps_error_says_what_sub_batches_have_to_do_with_it(splits: None) -> None:
     with pytest.raises(RuntimeError, match="parameters that were not used in producing the loss") as caught:
-        fit(EarlyOnly(), MemoryBudgetDDPStrategy(3 * TINY, process_group_backend="gloo"), data=loader(4))
+        fit(EarlyOnly(), MemoryBudgetDDPStrategy(110_000, process_group_backend="gloo"), data=loader(4))
     (note,) = caught.value.__notes__
     assert "only earlier ones use count as unused; find_unused_parameters=True" in note

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.memory_budget import IGNORED, SMALL, Net, fit_both
+from support.memory_budget import IGNORED, SHALLOW, ShallowNet, fit_both
 from support.paths import PYTHONPATH, SUPPORT, TESTS
 from support.warm_start import run_program
 
@@ -56,7 +56,7 @@ def test_the_process_grows_as_the_report_predicts() -> None:
     assert ours["measured"] == pytest.approx(ours["predicted"], rel=0.05, abs=huge_page), ours["plan"]
 
 
-class Watched(Net):
+class Watched(ShallowNet):
     """Notes which batches are still there when each step begins."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def test_batches_go_when_their_step_has_ended(splits: None) -> None:
     gc.collect()
     gc.disable()
     try:
-        plain, ours, _ = fit_both(Watched, SMALL)
+        plain, ours, _ = fit_both(Watched, SHALLOW)
     finally:
         gc.enable()
     assert ours.left == plain.left

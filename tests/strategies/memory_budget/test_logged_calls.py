@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -132,58 +133,67 @@ def test_a_name_logged_twice_tensors_that_change_extremes_and_sizes_of_the_users
 
 
 class Masked(ShallowNet):
-    """Logs means over marked samples, where there are any."""
+    """Logs means over marked samples, where there are any, as they should be logged."""
 
-    sized = False
+    names: tuple[str, ...] = ("sized",)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         each = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
         mask = batch[0][:, 0] == MARK
-        if mask.any():
-            size = {"batch_size": int(mask.sum())} if self.sized else {}
-            self.log("masked", each.detach()[mask].mean(), on_step=True, on_epoch=True, **size)
-            self.log("masked", 2 * each.detach()[mask].mean(), on_step=True, on_epoch=True, **size)
+        for name in self.names if mask.any() else ():
+            size = {"batch_size": int(mask.sum())} if name == "sized" else {}
+            self.log(name, each.detach()[mask].mean(), on_step=True, on_epoch=True, **size)
+            self.log(name, 2 * each.detach()[mask].mean(), on_step=True, on_epoch=True, **size)
         return each.mean()
 
 
-class MaskedBySize(Masked):
-    """As it should be logged."""
+class MaskedWithoutSize(Masked):
+    """Logs them without their batch size as well."""
 
-    sized = True
+    names = ("sized", "masked")
 
 
 IN_TWO = [*range(0, 80, 2), *range(250, 256, 2)]
+LATER = pytest.param([0, 1, 3, 100, 110], marks=pytest.mark.long, id="0 and 1")
 
 
-@pytest.mark.parametrize("marked", [[0, 3], [100], [0, 1, 3, 100, 110], IN_TWO], ids=["0", "1", "0 and 1", "0 and 2"])
+def assert_weighed(said: list[str]) -> None:
+    assert len(said) == 2  # a call
+    assert all("the logged value 'sized" in message and "weighted by the batch_size" in message for message in said)
+
+
+@pytest.mark.parametrize("marked", [LATER, pytest.param(IN_TWO, id="0 and 2")])
 @OFFLOAD_LATER
 def test_what_some_parts_log_is_weighed_by_its_batch_size(way: str, marked: list[int]) -> None:
-    said = compare(MaskedBySize, way, marked)
+    said = compare(Masked, way, marked)
     if way == "offload" or marked is IN_TWO:  # a certificate has seen how these add up
         assert said == []
         return
-    assert len(said) == 2  # a call
-    assert all("the logged value 'masked" in message and "weighted by the batch_size" in message for message in said)
+    assert_weighed(said)
 
 
 @pytest.mark.parametrize("marked", [[0, 3], [100]])
 @OFFLOAD_LATER
 def test_what_one_part_logs_is_the_batchs(way: str, marked: list[int]) -> None:
-    said = compare(Masked, way, marked)
-    assert len(said) == (2 if way == "sub-batches" else 0)
-    if said and marked == [100]:  # not among the samples that are examined
-        assert any("'masked' was logged by some sub-batches only, and is the mean over those" in one for one in said)
+    said = compare(MaskedWithoutSize, way, marked)
+    if way == "offload":
+        assert said == []
+        return
+    masked = [one for one in said if "'masked" in one]
+    assert len(masked) == 2
+    if marked == [100]:  # not among the samples that are examined
+        assert any("'masked' was logged by some sub-batches only, and is the mean over those" in one for one in masked)
+    assert_weighed([one for one in said if one not in masked])
 
 
 class Counts(ShallowNet):
     """Numbers that are sums, where there is anything to add."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        each = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
         mask = batch[0][:, 0] == MARK
         if mask.any():
             self.log("marked", mask.sum().float(), on_step=True, on_epoch=True, reduce_fx="sum")
-        return each.mean()
+        return self.loss(batch)
 
 
 @OFFLOAD_LATER
@@ -197,41 +207,30 @@ class RareHits(ShallowNet):
     """Counts what is not among the samples that are examined; nothing tells such a count from a mean."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        count = (batch[0][:, 0] == MARK).sum().float()
+        marked = batch[0][:, 0] == MARK
+        count = marked.sum().float()
         self.log("sum", count, on_step=True, on_epoch=True, reduce_fx="sum")
         self.log("mean", count / len(batch[0]), on_step=True, on_epoch=True)
         self.log("zero", (batch[0][:, 0] == MARK + 1).sum().float(), on_step=True)
         self.log("setting", float(batch_idx), on_step=True)
-        return self.loss(batch)
-
-
-@OFFLOAD_LATER
-def test_what_was_0_when_it_was_examined_is_said(way: str) -> None:
-    said = compare(RareHits, way, [100, 101, 200])
-    if way == "offload":
-        assert said == []
-        return
-    assert ["'mean' is the mean over" in one or "'sum' is the sum over" in one for one in said] == [True, True]
-    assert all("it was 0 in all samples that were examined" in one for one in said)
-
-
-class AllMarked(ShallowNet):
-    """Logs what each part of a batch gives alike once there is anything, but is no mean."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        marked = batch[0][:, 0] == MARK
+        # what each part of a batch gives alike once there is anything, but is no mean
         self.log("any", marked.any().float(), on_step=True, reduce_fx="max")
         self.log("none", (~marked).all().float(), on_step=True, reduce_fx="min")
         return self.loss(batch)
 
 
 @OFFLOAD_LATER
-def test_what_was_the_same_when_it_was_examined_is_said(way: str) -> None:
-    said = compare(AllMarked, way, [100])
+def test_what_was_0_or_the_same_when_it_was_examined_is_said(way: str) -> None:
+    said = compare(RareHits, way, [100, 101, 200])
     if way == "offload":
         assert said == []
         return
-    assert ["'any' is the maximum over" in one or "'none' is the minimum over" in one for one in said] == [True, True]
+    of = {name: [one for one in said if f"{name!r}" in one] for name in ("sum", "mean", "any", "none")}
+    kinds = {"sum": "sum", "mean": "mean", "any": "maximum", "none": "minimum"}
+    for name, kind in kinds.items():
+        assert [f"{name!r} is the {kind} over" in one for one in of[name]] == [True]
+    assert all("it was 0 in all samples that were examined" in one for one in of["sum"] + of["mean"])
+    assert len(said) == 4, said
 
 
 class WarmsUp(ShallowNet):
@@ -245,19 +244,6 @@ class WarmsUp(ShallowNet):
 @OFFLOAD_LATER
 def test_a_factor_that_was_0_when_it_was_examined(way: str) -> None:
     assert compare(WarmsUp, way) == []
-
-
-class CountsInPython(ShallowNet):
-    """Logs a Python number that was 0 in what is examined, and later the same in each part."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("hits", int((batch[0][:, 0] == MARK).sum()), on_step=True)
-        return self.loss(batch)
-
-
-def test_a_number_that_was_read_from_a_tensor_is_no_setting(splits: None) -> None:
-    with pytest.warns(DifferenceWarning, match="'hits' is the mean over .* it was 0 in all samples that were examined"):
-        rows_of(CountsInPython, MemoryBudgetStrategy(SHALLOW), [20, 100, 200])
 
 
 class MeasuredSometimes(ShallowNet):
@@ -295,21 +281,26 @@ def test_metrics_that_see_some_parts_only(way: str) -> None:
     assert all("a number that training_step gives to a metric" in message for message in said)
 
 
-class SizesThatDoNotAddUp(ShallowNet):
-    """The largest label's number is neither a sum over parts nor the same for all."""
+class Doubtful(ShallowNet):
+    """A size that is neither a sum over parts nor the same for all; a Python number that is 0 in what is examined."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         size = 1 + int(batch[0][:, 1].abs().max() * 100)
         self.log("step", loss, batch_size=size)
         self.log("epoch", loss, on_step=False, on_epoch=True, batch_size=size)
+        self.log("hits", int((batch[0][:, 0] == MARK).sum()), on_step=True)  # later the same in each part
         return loss
 
 
-def test_a_batch_size_that_does_not_add_up_is_said(splits: None) -> None:
-    with pytest.warns(DifferenceWarning, match="'epoch' is weighted in an epoch's mean by the sum") as caught:
-        fit(SizesThatDoNotAddUp(), MemoryBudgetStrategy(SHALLOW))
-    assert len([one for one in caught if issubclass(one.category, DifferenceWarning)]) == 1
+def test_a_batch_size_that_does_not_add_up_and_a_number_read_from_a_tensor_are_said(splits: None) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DifferenceWarning)
+        rows_of(Doubtful, MemoryBudgetStrategy(SHALLOW), [20, 100, 200])
+    said = [str(one.message) for one in caught if issubclass(one.category, DifferenceWarning)]
+    assert len(said) == 2
+    assert any("'epoch' is weighted in an epoch's mean by the sum" in one for one in said)
+    assert any(re.search("'hits' is the mean over .* it was 0 in all samples that were examined", one) for one in said)
 
 
 class Undetached(ShallowNet):

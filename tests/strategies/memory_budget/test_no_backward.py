@@ -16,8 +16,8 @@ from support.memory_budget import (
     BATCH,
     CLASSES,
     OFFLOAD_LATER,
-    SMALL,
-    Net,
+    SHALLOW,
+    ShallowNet,
     assert_same,
     assert_way,
     fit,
@@ -29,7 +29,7 @@ from support.memory_budget_looks import Looks
 pytestmark = support.IGNORED
 
 
-class Counts(Net):
+class Counts(ShallowNet):
     """Counts samples, and logs."""
 
     def __init__(self, norm: Any = None) -> None:
@@ -68,7 +68,7 @@ def test_all_parts_run_and_are_logged(way: str) -> None:
     plain, ours = Counts(), Counts()
     shown = [Outputs(), Outputs()]
     _, expected = trained("auto", plain, Looks(), shown[0], epochs=3)
-    done, logged = trained(MemoryBudgetStrategy(SMALL), ours, Looks(), shown[1], epochs=3)
+    done, logged = trained(MemoryBudgetStrategy(SHALLOW), ours, Looks(), shown[1], epochs=3)
     assert_way(report_of(done), way)
     assert_same(plain, ours, way)
     assert ours.seen == plain.seen == 3 * 3 * BATCH
@@ -83,7 +83,7 @@ def test_all_parts_run_and_are_logged(way: str) -> None:
 def test_averaged_weights_have_their_statistics(offloads: None) -> None:
     plain, ours = Counts(norm), Counts(norm)
     lines = []
-    for module, strategy in ((plain, "auto"), (ours, MemoryBudgetStrategy(SMALL))):
+    for module, strategy in ((plain, "auto"), (ours, MemoryBudgetStrategy(110_000))):
         averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
         lines.append(trained(strategy, module, averaging, epochs=2)[1])
     assert_same(plain, ours, "offload")

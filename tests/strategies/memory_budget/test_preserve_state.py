@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from retime.foundations.preserve_state.state import preserve_state
-from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import OFFLOAD_LATER, SMALL, Net, fit, report_of
 
 pytestmark = support.IGNORED
 
@@ -64,25 +62,3 @@ def test_buffers_that_a_step_adds() -> None:
     with preserve_state(module):
         module.register_buffer("mean", torch.zeros(1))
     assert not hasattr(module, "mean")
-
-
-class Keeps(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: dict[str, list[Any]] = {"loss": []}
-        self.recent: deque[Any] = deque(maxlen=50)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.history["loss"].append(loss.detach())
-        self.recent.append(loss.detach())
-        return loss
-
-
-@OFFLOAD_LATER
-def test_only_real_steps_are_in_the_history(way: str) -> None:
-    module = Keeps()
-    done = fit(module, MemoryBudgetStrategy(SMALL))
-    for kept in (module.history["loss"], module.recent):
-        assert len(kept) == report_of(done).sub_batches
-        assert {type(loss) for loss in kept} == {torch.Tensor}

@@ -74,17 +74,18 @@ def test_one_plan_a_shape(way: str, caplog: pytest.LogCaptureFixture) -> None:
     assert_same(plain, ours, way)
 
 
-def test_only_so_many_plans_are_kept(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_plans_are_kept_and_no_batches(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_book, "MOST_PLANS", 2)
     plain, ours = Sequences(), Sequences()
     shapes = [(128, 2), (64, 4), (128, 2), (32, 8), (128, 2), (64, 4)]  # the third one makes the second one go
     fit(plain, data=sequences(*shapes))
     runner = support.trainer(MemoryBudgetStrategy(BUDGET))
-    sizes: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int, int]] = []
 
     def note(self: Any, *arguments: Any, **options: Any) -> Any:
         step = runner.strategy._step
-        sizes.append((len(step._plans.book), len(step._offloads)))
+        held = sum(len(list(offload.keep)) for offload in step._offloads._of.values())
+        sizes.append((len(step._plans.book), len(step._offloads), held))
         return real(self, *arguments, **options)
 
     real = Sequences.on_train_batch_end
@@ -93,8 +94,9 @@ def test_only_so_many_plans_are_kept(offloads: None, monkeypatch: pytest.MonkeyP
     report = report_of(runner)
     assert report.plans == 4
     assert len(report.shapes) == 2
-    assert max(plans for plans, _ in sizes) == 2
-    assert max(offloads for _, offloads in sizes) <= 2
+    plans, offloads, held = zip(*sizes, strict=True)
+    assert (max(plans), max(offloads)) == (2, 2)
+    assert held == (0,) * 6, "a batch is not held longer than its step"
     assert report.offload.passes == 6, "counts of plans that went are kept"
     assert_close(plain, ours, 0)
 
@@ -139,17 +141,3 @@ def test_a_long_report_is_short() -> None:
     assert len(str(report).splitlines()) <= 15
     assert "more lines: report().to_dict() has all" in str(report)
     assert report.to_dict()["plans"] == 300
-
-
-def test_a_batch_is_not_held_longer_than_its_step(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = support.trainer(MemoryBudgetStrategy(BUDGET))
-    kept: list[int] = []
-
-    def note(self: Any, *arguments: Any, **options: Any) -> None:
-        step = runner.strategy._step
-        kept.extend(len(list(offload.keep)) for offload in step._offloads._of.values())
-
-    monkeypatch.setattr(Net, "on_train_batch_end", note)
-    runner.fit(Net(depth=DEPTH), support.loader(2))
-    assert kept == [0, 0]
-    assert report_of(runner).sub_batches == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import (
     OFFLOAD_LATER,
-    SMALL,
+    SHALLOW,
     Net,
+    ShallowNet,
     assert_close,
     assert_same,
     assert_way,
@@ -32,19 +34,15 @@ from support.memory_budget import (
 pytestmark = support.IGNORED
 
 
-def compare(make: Any, way: str, data: Any = None, **options: Any) -> tuple[Trainer, Trainer]:
+def compare(make: Any, way: str, data: Any = None, seen: Any = (None, None), **options: Any) -> tuple[Trainer, Trainer]:
     """Fit both ways, see that the plan is of the kind the test is about, and compare the weights."""
     plain, ours = make(), make()
-    one = fit(plain, data=data, **options)
-    two = fit(ours, MemoryBudgetStrategy(SMALL), data=data, **options)
+    one = fit(plain, data=data, callbacks=seen[0], **options)
+    two = fit(ours, MemoryBudgetStrategy(SHALLOW), data=data, callbacks=seen[1], **options)
     assert_way(report_of(two), way)
     assert_same(plain, ours, way)
-    assert all(shape.choice.peak_bytes <= SMALL for shape in report_of(two).shapes)
+    assert all(shape.choice.peak_bytes <= SHALLOW for shape in report_of(two).shapes)
     return one, two
-
-
-def test_ten_steps_with_a_short_last_batch(way: str) -> None:
-    compare(Net, way, data=loader(9, extra=17))
 
 
 def test_really_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,13 +58,14 @@ def test_really_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(plain, ours)
 
 
+@OFFLOAD_LATER
 def test_a_scaler(way: str) -> None:
     def options() -> dict[str, Any]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
         return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "gradient_clip_val": 0.1}
 
-    plain, ours = Net(), Net()
-    one, two = fit(plain, **options()), fit(ours, MemoryBudgetStrategy(SMALL), **options())
+    plain, ours = ShallowNet(), ShallowNet()
+    one, two = fit(plain, **options()), fit(ours, MemoryBudgetStrategy(SHALLOW), **options())
     assert_way(report_of(two), way)
     assert one.precision_plugin.state_dict() == two.precision_plugin.state_dict()
     # half precision has 8 or 11 bits, and parts of a batch add up in another order
@@ -97,18 +96,16 @@ class Counts(Callback):
         self.outputs.append(outputs)
 
 
-class Returns(Net):
+class Returns(ShallowNet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.net(batch[0])
         loss = nn.functional.cross_entropy(logits, batch[1])
         return {"loss": loss, "logits": logits.detach(), "hits": (logits.argmax(1) == batch[1]).sum(), "tag": "a"}
 
 
-@OFFLOAD_LATER
-def test_callbacks_see_one_batch(way: str) -> None:
+def test_ten_steps_with_a_short_last_batch_and_what_callbacks_see(way: str) -> None:
     plain, ours = Counts(), Counts()
-    fit(Returns(), callbacks=[plain])
-    fit(Returns(), MemoryBudgetStrategy(SMALL), callbacks=[ours])
+    compare(Returns, way, loader(9, extra=17), [plain, ours])
     assert ours.seen == plain.seen
     assert ours.losses == pytest.approx(plain.losses, rel=1e-4)
     for left, right in zip(plain.outputs, ours.outputs, strict=True):
@@ -120,12 +117,14 @@ def test_callbacks_see_one_batch(way: str) -> None:
         assert not right["loss"].requires_grad
 
 
-class Busy(Net):
+class Busy(ShallowNet):
     """Leaves traces wherever a step can."""
 
     def __init__(self) -> None:
         super().__init__()
         self.history: list[Any] = []
+        self.kept: dict[str, list[Any]] = {"loss": []}
+        self.recent: deque[Any] = deque(maxlen=50)
         self.calls = 0
         self.draws: list[float] = []
 
@@ -133,6 +132,8 @@ class Busy(Net):
         loss = self.loss(batch)
         self.calls += 1
         self.history.append(batch_idx)
+        self.kept["loss"].append(loss.detach())
+        self.recent.append(loss.detach())
         self.draws += [random.random(), float(np.random.rand()), float(torch.rand(()))]
         if loss.item() > 1e9:
             raise RuntimeError("never")
@@ -142,7 +143,7 @@ class Busy(Net):
 
 def test_planning_leaves_no_trace(way: str) -> None:
     runs = []
-    for strategy in ("auto", MemoryBudgetStrategy(SMALL)):
+    for strategy in ("auto", MemoryBudgetStrategy(SHALLOW)):
         module, logger = Busy(), support.Notes()
         random.seed(7)
         np.random.seed(7)
@@ -152,13 +153,15 @@ def test_planning_leaves_no_trace(way: str) -> None:
     parts = report_of(done).sub_batches
     assert ours.calls == parts  # the real ones: nothing of the dry runs is left
     assert ours.history == [index for index in range(3) for _ in range(parts // 3)]
+    for kept in (ours.kept["loss"], ours.recent):
+        assert [type(loss) for loss in kept] == [torch.Tensor] * parts
     assert heard.noted == ours.history
     assert ours.draws[:3] == plain.draws[:3]
     assert_same(plain, ours, way)
     assert "reads" in report_of(done).shapes[0].note
 
 
-class Skips(Net):
+class Skips(ShallowNet):
     """Returns None for some batches, and logs all the same."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -168,7 +171,7 @@ class Skips(Net):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.long), 2])
 @OFFLOAD_LATER
 def test_skipped_batches(way: str, accumulated: int) -> None:
     one, two = compare(Skips, way, data=loader(6, extra=9), accumulate_grad_batches=accumulated)
@@ -177,7 +180,7 @@ def test_skipped_batches(way: str, accumulated: int) -> None:
     )
 
 
-class SkipsParts(Net):
+class SkipsParts(ShallowNet):
     def __init__(self, skip: int) -> None:
         super().__init__()
         self.skip = skip
@@ -192,8 +195,8 @@ class SkipsParts(Net):
     ("skip", "words"), [(1, "part 1 of 3 .* and part 2 gave one"), (3, "a part of a batch gave no")]
 )
 def test_a_batch_that_is_skipped_in_parts_is_refused(splits: None, skip: int, words: str) -> None:
-    plain, ours = Net(), SkipsParts(skip)
+    plain, ours = ShallowNet(), SkipsParts(skip)
     fit(plain, limit_train_batches=1)
     with pytest.raises(NoLossError, match=f"{words}.*decide by batch_idx"):
-        fit(ours, MemoryBudgetStrategy(SMALL))
+        fit(ours, MemoryBudgetStrategy(SHALLOW))
     assert_close(plain, ours)

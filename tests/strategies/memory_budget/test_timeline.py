@@ -13,7 +13,7 @@ from retime.callbacks import MemoryTimeline
 from retime.foundations.storages import tensors_in
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import SMALL, Net, fit, loader, report_of
+from support.memory_budget import SHALLOW, ShallowNet, fit, loader, report_of
 
 pytestmark = support.IGNORED
 
@@ -23,11 +23,11 @@ def test_goes_to_other_processes() -> None:
     timeline = MemoryTimeline(every_n_steps=1, png=False, warm_up=0)
     for fits in (1, 2):
         timeline = pickle.loads(pickle.dumps(timeline))
-        fit(Net(), callbacks=[timeline])
+        fit(ShallowNet(), callbacks=[timeline])
         assert len(timeline.steps) == 3 * fits
 
 
-class Stops(Net):
+class Stops(ShallowNet):
     """Ends an epoch before its second batch, which callbacks have seen."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -52,7 +52,7 @@ def cut(batch: Pair, sub_batch: int) -> list[Pair]:
     return [Pair(*part) for part in zip(batch.inputs.split(sub_batch), batch.labels.split(sub_batch), strict=True)]
 
 
-class Paired(Net):
+class Paired(ShallowNet):
     def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
         return self.loss((batch.inputs, batch.labels))
 
@@ -61,13 +61,13 @@ def test_predicts_what_was_planned_for_batches_with_a_hook(splits: None) -> None
     batches = [Pair(*batch) for batch in loader(2)]
     data = DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
     timeline = MemoryTimeline(png=False)
-    done = fit(Paired(), MemoryBudgetStrategy(SMALL, split_batch=cut), data=data, callbacks=[timeline])
+    done = fit(Paired(), MemoryBudgetStrategy(SHALLOW, split_batch=cut), data=data, callbacks=[timeline])
     assert_planned(timeline, done)
 
 
 def test_predicts_what_was_planned_with_accumulation(offloads: None) -> None:
     timeline = MemoryTimeline(png=False)
-    done = fit(Net(), MemoryBudgetStrategy(SMALL), loader(4), callbacks=[timeline], accumulate_grad_batches=2)
+    done = fit(ShallowNet(), MemoryBudgetStrategy(SHALLOW), loader(4), callbacks=[timeline], accumulate_grad_batches=2)
     assert_planned(timeline, done)
 
 

@@ -137,7 +137,10 @@ class Weighs(Ignores):
         return F.cross_entropy(self.net(batch[0]), batch[1], weight=weight)
 
 
-@pytest.mark.parametrize(("kind", "batches"), [(Ignores, 3), (Skips, 3), (Sums, 2), (Weighs, 2)])
+@pytest.mark.parametrize(
+    ("kind", "batches"),
+    [(Ignores, 3), (Sums, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((Skips, 3), (Weighs, 2)))],
+)
 def test_another_weighting_from_some_batch_on_is_told_and_right_at_once(kind: type[ShallowNet], batches: int) -> None:
     with pytest.warns(NoEffectWarning, match=r"from this batch on .* no longer give the batch's gradient"):
         plain, ours, report = fit_both(kind, SHALLOW, loader(batches))

@@ -11,18 +11,26 @@ from retime.callbacks import FuseOptimizer
 from retime.foundations.messages import NoEffectWarning
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import SMALL, Net, assert_same, assert_way, fit, report_of
+from support.memory_budget import SHALLOW, ShallowNet, assert_same, assert_way, fit, report_of
 
 pytestmark = support.IGNORED
 
 
-@pytest.mark.parametrize("mode", ["backward", "forward"])
+@pytest.mark.parametrize(
+    ("way", "mode"),
+    [
+        *(("offload", "backward"), ("sub-batches", "forward")),
+        pytest.param("offload", "forward", marks=pytest.mark.long),
+        pytest.param("sub-batches", "backward", marks=pytest.mark.long),
+    ],
+    indirect=["way"],
+)
 def test_beside_a_budget(way: str, mode: Any) -> None:
-    plain, ours, fused = Net(), Net(), FuseOptimizer(mode)
+    plain, ours, fused = ShallowNet(), ShallowNet(), FuseOptimizer(mode)
     fit(plain)
     aside = pytest.warns(NoEffectWarning, match="several backward passes")
     with aside if mode == "backward" else contextlib.nullcontext():
-        done = fit(ours, MemoryBudgetStrategy(SMALL), callbacks=[fused])
+        done = fit(ours, MemoryBudgetStrategy(SHALLOW), callbacks=[fused])
     assert bool(fused.report().fused_updates) is (mode == "forward")
     assert_way(report_of(done), way)
     assert_same(plain, ours, way)
