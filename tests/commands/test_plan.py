@@ -149,8 +149,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[
     return status, {line[:15].strip(): line[16:] for line in out.splitlines()}, errors
 
 
-def test_a_small_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said, _ = run(capsys, f"{__name__}:lightning_model", "--budget", TIGHT)
+def test_a_small_budget_and_what_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("support.memory_budget.step_planner.PlanTrial.step_ms", lambda *_: 1.0)
+    status, said, told = run(capsys, f"{__name__}:lightning_model", "--budget", TIGHT)
     assert status == 0
     assert said["plan"].startswith("sub-batch 86")
     assert said["predicted peak"].endswith("KiB")
@@ -159,15 +162,13 @@ def test_a_small_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the paper's bound" in said["Eq. 7"]
     assert "separable" in said["sub-batches"]
     assert str(BATCH) in said["budget"]
-
-
-def test_a_large_budget_and_a_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
-    reference = (f"{__name__}:plain_model", "--optimizer", "torch.optim.AdamW", "--batch", "32")
-    status, said, _ = run(capsys, *reference, "--budget", "1GiB")
-    assert status == 0
-    assert said["plan"] == "none: the step fits"
-    assert "batch of 32" in said["budget"]
-    assert said["floor"].endswith("1 sample at a time")
+    lines = [line.removeprefix("retime: ") for line in told.splitlines() if line.startswith("retime: ")]
+    words = [
+        *("planning a batch", "finding out whether", "measuring on a few samples what"),
+        *("measuring on a few samples how", "searching among plans", "trying plan 1: ", "trying plan 2: "),
+    ]
+    assert [next(line for line in lines if line.startswith(word)) for word in words] == lines[: len(words)]
+    assert said["plan"] in lines[-1]
 
 
 @pytest.mark.parametrize("model", ["plain_model", "normed_model"])
@@ -211,18 +212,6 @@ def test_gradients_that_stay_and_buckets_count(capsys: pytest.CaptureFixture[str
     assert peak("--accumulate", "4", *alone) == pytest.approx(kept + trained, rel=0.01)
     assert peak("--accumulate", "4", "--ddp") == pytest.approx(kept + 2 * trained, rel=0.02), "four pieces of a fourth"
     assert peak("--ddp", "--bucket-cap-mb", "0.001") < peak("--ddp")
-
-
-def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("support.memory_budget.step_planner.PlanTrial.step_ms", lambda *_: 1.0)
-    _, said, told = run(capsys, f"{__name__}:lightning_model", "--budget", TIGHT)
-    lines = [line.removeprefix("retime: ") for line in told.splitlines() if line.startswith("retime: ")]
-    words = [
-        *("planning a batch", "finding out whether", "measuring on a few samples what"),
-        *("measuring on a few samples how", "searching among plans", "trying plan 1: ", "trying plan 2: "),
-    ]
-    assert [next(line for line in lines if line.startswith(word)) for word in words] == lines[: len(words)]
-    assert said["plan"] in lines[-1]
 
 
 BLOCKS = {
@@ -403,6 +392,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str,
     (line,) = [line for line in errors.splitlines() if line.startswith("retime plan: ")]
     assert pattern in line
     assert line == errors.splitlines()[-1]
+    assert "lightning-retime[recipes]" not in errors, "another missing module is no matter of the extra"
 
 
 def test_an_error_of_the_users_own_step_says_where(capsys: pytest.CaptureFixture[str]) -> None:
@@ -433,17 +423,16 @@ def test_without_the_recipes_extra(
         if name.split(".")[0] in ("hydra", "omegaconf") or name.startswith("retime.recipes"):
             monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "retime.commands.configured", raising=False)
-    for reference in ("lightning_model", "plain_model"):
-        optimizer = ("--optimizer", "torch.optim.AdamW") if reference == "plain_model" else ()
-        status, said, errors = run(capsys, f"{__name__}:{reference}", "--budget", "1GiB", *optimizer)
-        assert status == 0, errors
-        assert "predicted peak" in said
+    status, said, errors = run(capsys, f"{__name__}:lightning_model", "--budget", "1GiB")
+    assert status == 0, errors
+    assert "predicted peak" in said
+    reference = (f"{__name__}:plain_model", "--optimizer", "torch.optim.AdamW", "--batch", "32")
+    status, said, errors = run(capsys, *reference, "--budget", "1GiB")
+    assert status == 0, errors
+    assert said["plan"] == "none: the step fits"
+    assert "batch of 32" in said["budget"]
+    assert said["floor"].endswith("1 sample at a time")
     (tmp_path / "train.yaml").touch()
     status, _, errors = run(capsys, "--config", str(tmp_path / "train.yaml"))
     assert status == 2
     assert 'pip install "lightning-retime[recipes]"' in errors
-
-
-def test_another_missing_module_is_no_matter_of_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, errors = run(capsys, "no_such_module:f")
-    assert "lightning-retime[recipes]" not in errors

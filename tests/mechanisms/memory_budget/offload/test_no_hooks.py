@@ -22,7 +22,7 @@ from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.schedules.budget import BudgetError, OffloadPlan
 from support.memory_budget import SPLITS, use_costs
 
-WIDTH, DEPTH, SAMPLES = 16, 8, 128
+WIDTH, DEPTH, SAMPLES = 16, 3, 128
 PLAIN, PARTS, FLOOR = 300_000, 60_000, 10_000  # budgets
 WHY = "nothing can be offloaded, because the forward pass calls torch.func.grad"
 

@@ -51,20 +51,19 @@ def test_steps_in_sub_batches_are_steps(name: str) -> None:
     def trained(sub_batch: int | None) -> tuple[nn.Module, list[float]]:
         model.load_state_dict(start.state_dict())
         optimizer = SGD(model.parameters(), 0.05, momentum=0.9)
-        certificate = found
-        seen = []
+        certificate, seen = found, []
         for number in range(STEPS):
             batch = next_batch(case.batch, number)
             optimizer.zero_grad()
-            if sub_batch is not None:
+            if sub_batch is None:
+                loss = loss_of(step(batch))
+                loss.backward()
+            else:
                 parts = SubBatches(model, step, batch, sub_batch, certificate)
                 certificate = parts.certificate
                 assert max(parts.samples) <= sub_batch
-                seen.append(float(loss_of(parts.run())))
-            else:
-                loss = loss_of(step(batch))
-                loss.backward()
-                seen.append(float(loss.detach()))
+                loss = loss_of(parts.run())
+            seen.append(float(loss.detach()))
             optimizer.step()
         return copy.deepcopy(model), seen
 
