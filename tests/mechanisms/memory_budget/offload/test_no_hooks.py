@@ -92,7 +92,7 @@ def _planned_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     use_costs(monkeypatch, SPLITS)
 
 
-SAMPLEWISE = [with_grad, with_vjp, with_jacrev, reads_values]
+SAMPLEWISE = [with_grad, pytest.param(with_vjp, marks=pytest.mark.long), with_jacrev, reads_values]
 
 
 @pytest.mark.usefixtures("_planned_alike")
