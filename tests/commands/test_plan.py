@@ -13,11 +13,20 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 
+from retime.commands.job import Job
 from retime.commands.main import main
 from support import memory_budget as support
-from support.memory_budget import BATCH, SPLITS, TINY, Net, norm, use_costs
+from support.memory_budget import BATCH, SPLITS, norm, use_costs
 
 pytestmark = support.IGNORED
+BELOW, TIGHT = "2000", "50000"  # the plain step needs 86,700 bytes, the floor is 25,600
+
+
+class Net(support.Net):
+    """Planning takes as long as a model is deep."""
+
+    def __init__(self, norm: Any = None) -> None:
+        super().__init__(norm, depth=1)
 
 
 def plain_model(batch_size: int = 256) -> Any:
@@ -33,17 +42,17 @@ def normed_model() -> Any:
     return Net(norm), next(iter(support.loader()))
 
 
-class Doubled(Net):
+class Tripled(Net):
     """Its training step needs more than the cross-entropy of its outputs does."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) + self.loss(batch)
+        return self.loss(batch) + self.loss(batch) + self.loss(batch)
 
 
 class Bare(Net):
     """Leaves its optimizer to the config."""
 
-    configure_optimizers = Net.__mro__[1].configure_optimizers
+    configure_optimizers = LightningModule.configure_optimizers
 
 
 class Batches(LightningDataModule):
@@ -140,8 +149,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[
     return status, {line[:15].strip(): line[16:] for line in out.splitlines()}, errors
 
 
-def test_a_small_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said, _ = run(capsys, f"{__name__}:lightning_model", "--budget", "120000")
+def test_a_small_budget_and_what_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("support.memory_budget.step_planner.PlanTrial.step_ms", lambda *_: 1.0)
+    status, said, told = run(capsys, f"{__name__}:lightning_model", "--budget", TIGHT)
     assert status == 0
     assert said["plan"].startswith("sub-batch 86")
     assert said["predicted peak"].endswith("KiB")
@@ -150,24 +162,13 @@ def test_a_small_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the paper's bound" in said["Eq. 7"]
     assert "separable" in said["sub-batches"]
     assert str(BATCH) in said["budget"]
-
-
-def test_a_large_budget_and_a_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
-    reference = (f"{__name__}:plain_model", "--optimizer", "torch.optim.AdamW", "--batch", "32")
-    status, said, _ = run(capsys, *reference, "--budget", "1GiB")
-    assert status == 0
-    assert said["plan"] == "none: the step fits"
-    assert "batch of 32" in said["budget"]
-    assert said["floor"].endswith("1 sample at a time")
-
-
-def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said, _ = run(capsys, f"{__name__}:plain_model", "--budget", "2000")
-    assert status == 1
-    assert "below this step's floor" in said["refused"]
-    assert "largest task" in said["floor"]
-    assert said["Eq. 6"].endswith("one sample")
-    assert "the paper's bound" in said["Eq. 7"]
+    lines = [line.removeprefix("retime: ") for line in told.splitlines() if line.startswith("retime: ")]
+    words = [
+        *("planning a batch", "finding out whether", "measuring on a few samples what"),
+        *("measuring on a few samples how", "searching among plans", "trying plan 1: ", "trying plan 2: "),
+    ]
+    assert [next(line for line in lines if line.startswith(word)) for word in words] == lines[: len(words)]
+    assert said["plan"] in lines[-1]
 
 
 @pytest.mark.parametrize("model", ["plain_model", "normed_model"])
@@ -175,12 +176,15 @@ def test_the_same_floor_is_printed_with_a_plan_and_with_a_refusal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     use_costs(monkeypatch, replace(SPLITS, spare_bytes=1000))
-    reference = f"{__name__}:{model}"
-    refused, fits = (run(capsys, reference, "--budget", budget)[1]["floor"] for budget in ("2000", "1GiB"))
-    floor = bytes_in(refused)
-    tight = run(capsys, reference, "--budget", str(floor))
+    (below, refusal, _), (_, fits, _) = (run(capsys, f"{__name__}:{model}", "--budget", one) for one in (BELOW, "1GiB"))
+    assert below == 1
+    assert "below this step's floor" in refusal["refused"]
+    assert "largest task" in refusal["floor"]
+    assert refusal["Eq. 6"].endswith("one sample")
+    assert "the paper's bound" in refusal["Eq. 7"]
+    tight = run(capsys, f"{__name__}:{model}", "--budget", str(bytes_in(refusal["floor"])))
     assert tight[0] == 0
-    assert refused == fits == tight[1]["floor"]
+    assert refusal["floor"] == fits["floor"] == tight[1]["floor"]
 
 
 def test_a_floor_that_cannot_be_found_does_not_take_the_plan_away(
@@ -210,31 +214,6 @@ def test_gradients_that_stay_and_buckets_count(capsys: pytest.CaptureFixture[str
     assert peak("--ddp", "--bucket-cap-mb", "0.001") < peak("--ddp")
 
 
-def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("support.memory_budget.step_planner.PlanTrial.step_ms", lambda *_: 1.0)
-    _, said, told = run(capsys, f"{__name__}:lightning_model", "--budget", str(TINY))
-    lines = [line.removeprefix("retime: ") for line in told.splitlines() if line.startswith("retime: ")]
-    words = [
-        *("planning a batch", "finding out whether", "measuring on a few samples what"),
-        *("measuring on a few samples how", "searching among plans", "trying plan 1: ", "trying plan 2: "),
-    ]
-    assert [next(line for line in lines if line.startswith(word)) for word in words] == lines[: len(words)]
-    assert said["plan"] in lines[-1]
-
-
-def test_an_experiment(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(
-        "batch_size: 64\n"
-        "model: {_target_: retime.recipes.models.residual_mlp, depth: 2, width: 64}\n"
-        "data: {_target_: retime.recipes.data.digits}\n"
-        "optimizer: {_target_: torch.optim.SGD, lr: 0.1}\n"
-    )
-    status, said, errors = run(capsys, "--config", str(file), "--budget", "1GiB")
-    assert status == 0, errors
-    assert "batch of 64" in said["budget"]
-
-
 BLOCKS = {
     "model": "{_target_: retime.recipes.models.residual_mlp, depth: 2, width: 64}",
     "data": "{_target_: retime.recipes.data.digits}",
@@ -254,24 +233,44 @@ def here(name: str, **arguments: Any) -> str:
     return f"{{_target_: {__name__}.{name}{more}}}"
 
 
-def test_defaults_groups_and_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for name, width in (("small", 16), ("large", 256)):
-        write(
-            tmp_path / "model" / f"{name}.yaml",
-            _target_="retime.recipes.models.residual_mlp",
-            depth="2",
-            width=str(width),
-        )
-    config = write(tmp_path / "mine.yaml", defaults="[{model: small}, _self_]", **BLOCKS | {"model": ""})
+@pytest.fixture
+def built(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The job that a command line makes, which is not planned."""
 
-    def floor(*overrides: str) -> int:
-        status, said, errors = run(capsys, "--config", config, *overrides[:1], "--budget", "1GiB", *overrides[1:])
-        assert status == 0, errors
-        return bytes_in(said["floor"])
+    def make(*arguments: str) -> tuple[Job, dict[str, str]]:
+        jobs: list[Job] = []
 
-    wider = floor("model.width=32")
-    assert floor() < wider < floor("model=large")
-    assert floor("model.width=32", "model.depth=4") > wider
+        def stop(job: Job, *_: Any, **__: Any) -> Any:
+            jobs.append(job)
+            raise ValueError("not planned")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("retime.commands.plan._planned", stop)
+            _, said, errors = run(capsys, *arguments, "--budget", "1GiB")
+        assert errors.endswith("ValueError: not planned\n"), errors
+        return jobs[0], said
+
+    return make
+
+
+def test_defaults_groups_and_overrides(built: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = "retime.recipes.models.residual_mlp"
+    for name, width in (("small", "16"), ("large", "256")):
+        write(tmp_path / "model" / f"{name}.yaml", _target_=target, depth="1", width=width)
+    config = "--config", write(tmp_path / "mine.yaml", defaults="[{model: small}, _self_]", **BLOCKS | {"model": ""})
+    status, said, errors = run(capsys, *config, "--budget", "1GiB")
+    assert status == 0, errors
+    assert "batch of 64" in said["budget"]
+
+    def shapes(*overrides: str) -> list[int]:
+        job, _ = built(*config, *overrides)
+        return [layer.out_features for layer in job.model.modules() if isinstance(layer, nn.Linear)]
+
+    small = shapes()
+    assert max(small) == 16 < max(shapes("model.width=32")) == 32 < max(shapes("model=large")) == 256
+    deep = shapes("model.width=32", "model.depth=4")
+    assert max(deep) == 32
+    assert len(deep) > len(small)
 
 
 def test_an_experiment_of_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,27 +284,29 @@ def test_an_experiment_of_the_recipes(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_lightning_module_in_a_config_is_planned_by_its_own_step(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    built: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def peak(model: str, **blocks: str) -> str:
-        config = write(tmp_path / "mine.yaml", **BLOCKS | {"data": here("samples"), "model": here(model)} | blocks)
-        status, said, errors = run(capsys, "--config", config, "--budget", "1GiB")
+    def config(model: str, **blocks: str) -> tuple[str, str]:
+        texts = BLOCKS | {"data": here("samples"), "model": here(model)} | blocks
+        return "--config", write(tmp_path / "mine.yaml", **texts)
+
+    def peak(model: str) -> float:
+        status, said, errors = run(capsys, *config(model, optimizer=""), "--budget", "1GiB")
         assert status == 0, errors
-        return said["predicted peak"]
+        return kib(said["predicted peak"])
 
-    adam = "{_target_: torch.optim.Adam}"
-    own = peak("Net", optimizer="")
-    assert kib(peak("Doubled")) > 1.5 * kib(own)
-    assert peak("Net", optimizer=adam) == own, "its own optimizer is used"
-    assert kib(peak("Bare", optimizer=adam, batch_size="8")) > kib(peak("Net", batch_size="8")), (
-        "it has none of its own"
-    )
+    assert peak("Tripled") > 1.5 * peak("Net")
+    for model, kind in (("Net", torch.optim.SGD), ("Bare", torch.optim.Adam)):
+        job, _ = built(*config(model, optimizer="{_target_: torch.optim.Adam}"))
+        (optimizer,) = job.optimizers
+        assert type(optimizer) is kind, "a module's own is used if it has one"
+        assert optimizer.param_groups[0]["params"] == list(job.model.parameters())
 
 
-def test_a_data_module_in_a_config_brings_its_batches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_data_module_in_a_config_brings_its_batches(built: Any, tmp_path: Path) -> None:
     config = write(tmp_path / "mine.yaml", model=here("Net"), data=here("Batches"))
-    assert "batch of 48" in run(capsys, "--config", config, "--budget", "1GiB")[1]["budget"]
-    assert "batch of 24" in run(capsys, "--config", config, "--budget", "1GiB", "--batch", "24")[1]["budget"]
+    assert "batch of 48" in built("--config", config)[1]["budget"]
+    assert "batch of 24" in built("--config", config, "--batch", "24")[1]["budget"]
 
 
 @pytest.mark.parametrize(
@@ -391,6 +392,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str,
     (line,) = [line for line in errors.splitlines() if line.startswith("retime plan: ")]
     assert pattern in line
     assert line == errors.splitlines()[-1]
+    assert "lightning-retime[recipes]" not in errors, "another missing module is no matter of the extra"
 
 
 def test_an_error_of_the_users_own_step_says_where(capsys: pytest.CaptureFixture[str]) -> None:
@@ -421,17 +423,16 @@ def test_without_the_recipes_extra(
         if name.split(".")[0] in ("hydra", "omegaconf") or name.startswith("retime.recipes"):
             monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "retime.commands.configured", raising=False)
-    for reference in ("lightning_model", "plain_model"):
-        optimizer = ("--optimizer", "torch.optim.AdamW") if reference == "plain_model" else ()
-        status, said, errors = run(capsys, f"{__name__}:{reference}", "--budget", "1GiB", *optimizer)
-        assert status == 0, errors
-        assert "predicted peak" in said
+    status, said, errors = run(capsys, f"{__name__}:lightning_model", "--budget", "1GiB")
+    assert status == 0, errors
+    assert "predicted peak" in said
+    reference = (f"{__name__}:plain_model", "--optimizer", "torch.optim.AdamW", "--batch", "32")
+    status, said, errors = run(capsys, *reference, "--budget", "1GiB")
+    assert status == 0, errors
+    assert said["plan"] == "none: the step fits"
+    assert "batch of 32" in said["budget"]
+    assert said["floor"].endswith("1 sample at a time")
     (tmp_path / "train.yaml").touch()
     status, _, errors = run(capsys, "--config", str(tmp_path / "train.yaml"))
     assert status == 2
     assert 'pip install "lightning-retime[recipes]"' in errors
-
-
-def test_another_missing_module_is_no_matter_of_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, errors = run(capsys, "no_such_module:f")
-    assert "lightning-retime[recipes]" not in errors

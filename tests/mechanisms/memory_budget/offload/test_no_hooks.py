@@ -22,7 +22,7 @@ from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.schedules.budget import BudgetError, OffloadPlan
 from support.memory_budget import SPLITS, use_costs
 
-WIDTH, DEPTH, SAMPLES = 16, 8, 128
+WIDTH, DEPTH, SAMPLES = 16, 3, 128
 PLAIN, PARTS, FLOOR = 300_000, 60_000, 10_000  # budgets
 WHY = "nothing can be offloaded, because the forward pass calls torch.func.grad"
 
@@ -92,7 +92,7 @@ def _planned_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     use_costs(monkeypatch, SPLITS)
 
 
-SAMPLEWISE = [with_grad, with_vjp, with_jacrev, reads_values]
+SAMPLEWISE = [with_grad, pytest.param(with_vjp, marks=pytest.mark.long), with_jacrev, reads_values]
 
 
 @pytest.mark.usefixtures("_planned_alike")

@@ -41,7 +41,7 @@ def images(*norms: nn.Module) -> nn.Sequential:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: dense(FEATURES, 64, 64, 64, 64, 4),
+    "mlp": lambda: dense(FEATURES, 64, 64, 4),
     "autoencoder": lambda: dense(FEATURES, 256, 3, 256, FEATURES),
     "backbone and head": lambda: nn.Sequential(dense(FEATURES, 512, 16), nn.Linear(16, 4)),
     "convolutions": images,
@@ -87,9 +87,10 @@ class Asked:
         return caught.value.floor_bytes
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=pytest.mark.long) if one == "recurrent" else one for one in MODELS]
-)
+LONG = ("backbone and head", "recurrent")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.long) if one in LONG else one for one in MODELS])
 def test_one_floor_for_every_budget(name: str) -> None:
     asked = Asked(MODELS[name])
     for _ in range(3):  # a process is counted in batches of pages, and once in 450 runs some were more

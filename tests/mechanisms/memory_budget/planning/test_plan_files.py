@@ -18,9 +18,10 @@ from retime.mechanisms.memory_budget.plan_files import PlanFileError
 from retime.mechanisms.memory_budget.search import PlanTrial
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import SMALL, Net, accelerate_loop, assert_close, fit, loader, report_of
+from support.memory_budget import Net, ShallowNet, accelerate_loop, assert_close, fit, loader, report_of
 
 pytestmark = support.IGNORED
+BUDGET = 110_000  # either way is enough
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def dropping() -> Net:
-    module = Net()
+    module = ShallowNet()
     for index, layer in enumerate(module.net):
         if type(layer) is nn.Tanh:
             module.net[index] = nn.Sequential(layer, nn.Dropout(0.2))
@@ -58,7 +59,7 @@ def test_deterministic_training_asks_no_clock(
     for _ in range(2):
         caplog.clear()
         module = dropping()
-        done = fit(module, MemoryBudgetStrategy(SMALL), data=loader(2), deterministic=True)
+        done = fit(module, MemoryBudgetStrategy(BUDGET), data=loader(2), deterministic=True)
         runs.append((module, str(report_of(done).shapes[0].choice)))
         assert sum("every run chooses the same" in line for line in caplog.messages) == 1
     assert runs[0][1] == runs[1][1]
@@ -67,7 +68,7 @@ def test_deterministic_training_asks_no_clock(
 
 def saved(path: Path, **options: Any) -> Net:
     module = dropping()
-    strategy = MemoryBudgetStrategy(SMALL)
+    strategy = MemoryBudgetStrategy(BUDGET)
     fit(module, strategy, data=loader(2), **options)
     strategy.save_plan(path)
     return module
@@ -77,7 +78,7 @@ def test_a_plan_that_is_given_is_the_plan(way: str, tmp_path: Path, monkeypatch:
     first = saved(tmp_path / "plan.json")
     support.use_costs(monkeypatch, support.WAYS["sub-batches" if way == "offload" else "offload"])
     again = dropping()
-    done = fit(again, MemoryBudgetStrategy(SMALL, plan=tmp_path / "plan.json"), data=loader(2))
+    done = fit(again, MemoryBudgetStrategy(BUDGET, plan=tmp_path / "plan.json"), data=loader(2))
     (shape,) = report_of(done).shapes
     support.assert_way(report_of(done), way)
     assert f"plan of {tmp_path / 'plan.json'}" in str(shape)
@@ -89,16 +90,16 @@ def test_a_plan_that_does_not_fit_is_an_error_before_the_first_step(offloads: No
     saved(file)
     state = json.loads(file.read_text())
 
-    def refused(match: str, budget: int = SMALL, data: Any = None, module: Net | None = None) -> None:
+    def refused(match: str, budget: int = BUDGET, data: Any = None, module: Net | None = None) -> None:
         module = module or dropping()
         before = {name: value.clone() for name, value in module.state_dict().items()}
         with pytest.raises(PlanFileError, match=match):
             fit(module, MemoryBudgetStrategy(budget, plan=file), data=data or loader(2))
         assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
-    refused(rf"made for budget_bytes {SMALL}, not {SMALL + 1}", SMALL + 1)
+    refused(rf"made for budget_bytes {BUDGET}, not {BUDGET + 1}", BUDGET + 1)
     refused("its plan is for batches of 256", data=loader(1, batch=257))
-    refused("made for model", module=Net(width=17))
+    refused("made for model", module=Net(width=17, depth=4))
     other = dropping()
     other.loss = lambda batch: F.cross_entropy(other.net(batch[0]).tanh().exp(), batch[1])  # type: ignore[method-assign]
     refused("the step saves other storages", module=other)
@@ -110,9 +111,9 @@ def test_a_plan_that_does_not_fit_is_an_error_before_the_first_step(offloads: No
     refused("it has no plan for this shape")
     file.write_text("{")
     with pytest.raises(PlanFileError, match=r"is no file of plans.*retime plan --save"):
-        MemoryBudgetStrategy(SMALL, plan=file)
+        MemoryBudgetStrategy(BUDGET, plan=file)
     with pytest.raises(FileNotFoundError):
-        MemoryBudgetStrategy(SMALL, plan=tmp_path / "none.json")
+        MemoryBudgetStrategy(BUDGET, plan=tmp_path / "none.json")
 
 
 def test_a_given_plan_needs_no_dry_run(offloads: None, tmp_path: Path) -> None:
@@ -127,16 +128,16 @@ def test_a_given_plan_needs_no_dry_run(offloads: None, tmp_path: Path) -> None:
 
     again = dropping()
     again.__class__ = Counting
-    Counting.__name__ = "Net"
-    fit(again, MemoryBudgetStrategy(SMALL, plan=file, dry_run="off"), data=loader(2))
+    Counting.__name__ = "ShallowNet"
+    fit(again, MemoryBudgetStrategy(BUDGET, plan=file, dry_run="off"), data=loader(2))
     assert calls == [0, 1]
     assert_close(first, again, 0)
 
 
 def test_accelerate_takes_a_plan(offloads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "plan.json"
-    first, *_ = accelerate_loop("run", plan_to=file)
+    first, *_ = accelerate_loop("run", 1, BUDGET, module=ShallowNet(), plan_to=file)
     support.use_costs(monkeypatch, support.SPLITS)
-    again, (report,), _ = accelerate_loop("run", plan=file)
+    again, (report,), _ = accelerate_loop("run", 1, BUDGET, module=ShallowNet(), plan=file)
     assert report.sub_batches == report.steps
     assert_close(first, again, 0)

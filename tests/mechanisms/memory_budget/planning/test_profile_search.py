@@ -23,7 +23,7 @@ from support.profiled_steps import MODELS, SAMPLES, step_of
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("only_batch", [True, False])
+@pytest.mark.parametrize("only_batch", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_budgets_down_to_the_floor_are_kept(name: str, only_batch: bool) -> None:
     step = step_of(name)
     memory = StepMemory(step, (SAMPLES,) if only_batch else part_sizes(SAMPLES, 2))

@@ -19,9 +19,10 @@ from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
 from support import memory_budget as support
-from support.memory_budget import BATCH, FEATURES, OFFLOADS, SMALL, SPLITS, use_costs
+from support.memory_budget import BATCH, FEATURES, OFFLOADS, SPLITS, use_costs
 
 pytestmark = support.IGNORED
+SMALL = 80_000  # the plain step needs 101,700 bytes, whole batches that offload 71,100
 
 ODD: list[Any] = [
     *(None, True, -1, 0, 10**9, 10**400, 0.5, math.nan, math.inf, "", "x" * 10_000),
@@ -48,7 +49,7 @@ PLANS = [
 def model_of() -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for _ in range(8):
+    for _ in range(3):
         layers += [nn.Linear(FEATURES, FEATURES), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(FEATURES, 1))
 

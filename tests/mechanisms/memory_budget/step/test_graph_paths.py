@@ -18,7 +18,7 @@ from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from support.memory_budget import SPLITS, use_costs
 
-WIDTH, DEPTH, SAMPLES = 16, 6, 32
+WIDTH, DEPTH, SAMPLES = 16, 4, 32
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +48,7 @@ class Trained:
             hidden = layer(hidden)
         loss = F.cross_entropy(self.net[-1](hidden), batch[1], **self.how)
         if self.contrast:
-            away = F.normalize(hidden, dim=1)
-            loss = loss + F.cross_entropy(away @ away.T / 0.1, torch.arange(len(away)))
+            loss = loss - (hidden - hidden.mean(0)).square().mean()
         return loss
 
     def step(self, batch: Any) -> float:
@@ -85,7 +84,7 @@ def batches(count: int) -> list[Any]:
     ]
 
 
-FITS_IN_PARTS = 22_500  # the plain step needs 25,800
+FITS_IN_PARTS = 17_500  # the plain step needs 19,500
 
 
 def test_a_loss_that_is_no_sum_from_some_step_on_is_told_and_planned_anew(trained: Any) -> None:
