@@ -325,17 +325,26 @@ class Logs(LightningModule):
     val_dataloader = train_dataloader
 
 
+GRAPHED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation and clipping": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+    "autocast": {"precision": "bf16-mixed"},
+}
+
+
 @pytest.mark.filterwarnings("ignore:graph. 'net' runs kernel by kernel where inputs have other shapes")
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
-    ids=["plain", "accumulation and clipping", "autocast"],
+    ("order", "name"),
+    [
+        pytest.param(order, name, marks=[pytest.mark.long] * (order != "late" and name != "plain"))
+        for order in ("eager", "late", "random 0")
+        for name in GRAPHED
+    ],
 )
-@pytest.mark.parametrize("order", ["eager", "late", "random 0"])
-def test_a_fit_with_cuda_graphs_has_plain_bits_and_logs(order: str, options: dict[str, Any]) -> None:
+def test_a_fit_with_cuda_graphs_has_plain_bits_and_logs(order: str, name: str) -> None:
     def run(module: Logs, strategy: Any) -> Logs:
         torch.manual_seed(2)
-        runner = trainer(strategy, **{"num_sanity_val_steps": 0, "log_every_n_steps": 1, **options})
+        runner = trainer(strategy, **{"num_sanity_val_steps": 0, "log_every_n_steps": 1, **GRAPHED[name]})
         runner.fit_loop.max_epochs = 2
         runner.fit(module)
         return module
@@ -346,7 +355,7 @@ def test_a_fit_with_cuda_graphs_has_plain_bits_and_logs(order: str, options: dic
         torch.cuda.synchronize()
     assert device.faults == []
     assert plain.losses == module.losses
-    assert all(torch.equal(one, module.state_dict()[name]) for name, one in plain.state_dict().items())
+    assert all(torch.equal(one, module.state_dict()[key]) for key, one in plain.state_dict().items())
     assert not any("forward" in vars(part) for part in module.modules())
     report = strategy.report()
     assert report is not None

@@ -15,7 +15,8 @@ from accelerate.state import AcceleratorState
 from retime import NoEffectWarning
 from retime.integrations.accelerate import MemoryBudget, OutOfOrderDataParallel
 from retime.integrations.accelerate.state_file import StateFile
-from support.memory_budget import SMALL, accelerate_loop, loader
+from retime.mechanisms.memory_budget.report import PlannedShape
+from support.memory_budget import SHALLOW, SMALL, ShallowNet, accelerate_loop, loader
 
 
 def plain() -> Accelerator:
@@ -57,13 +58,17 @@ def test_what_is_refused_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_lie_beside(offloads: None, tmp_path: Path) -> None:
-    accelerate_loop("run", data=loader(1), folder=tmp_path)
+    def run() -> PlannedShape:
+        _, (report,), _ = accelerate_loop("run", budget=SHALLOW, module=ShallowNet(), data=loader(1), folder=tmp_path)
+        return report.shapes[0]
+
+    assert [run().source for _ in range(2)] == ["", "plan of an earlier run"]
     names = {path.name for path in tmp_path.iterdir()}
     assert "retime_MemoryBudget_0.json" in names
     assert not any(name.startswith("custom_checkpoint") for name in names)
     (tmp_path / "retime_MemoryBudget_0.json").unlink()
-    _, (report,), _ = accelerate_loop("run", data=loader(1), folder=tmp_path)  # its absence is fine
-    assert report.shapes[0].note == ""
+    absent = run()  # which is fine
+    assert (absent.source, absent.note) == ("", "")
 
 
 def kept(accelerator: Accelerator, name: str = "Mine", state: Any = None) -> tuple[StateFile, list[Any]]:

@@ -149,8 +149,9 @@ HABITS: dict[str, Callable[[], dict[str, Any]]] = {
     "accumulation of a classifier": lambda: {"gradient_accumulation_steps": 3, "model": "bert"},
     "clipping": lambda: {"max_grad_norm": 0.01, "gradient_accumulation_steps": 3},
     "bf16": lambda: {"bf16": True, "gradient_accumulation_steps": 3},
-    "weights in bf16, sums over a window": lambda: half_precision()
-    | {"logging_steps": 4, "max_steps": 9, "logging_first_step": True},
+    "weights in bf16, sums over a window": lambda: (
+        half_precision() | {"logging_steps": 4, "max_steps": 9, "logging_first_step": True}
+    ),
     "label smoothing": lambda: {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
     "label smoothing of a classifier, another optimizer": lambda: {
         **{"label_smoothing_factor": 0.1, "model": "bert"},

@@ -175,6 +175,7 @@ def test_figure_7(tmp_path: Path):
     assert "torch.nn's steps took" in text
 
 
+@pytest.mark.long
 def test_figure_13(tmp_path: Path):
     some = {"data": {"_target_": "retime.recipes.data.synthetic_irmas", "length": 4}, "variants": ["baseline", "auto"]}
     result, text = run(figures.InstrumentCurves, tmp_path / "r", features=["S", "M"], **some)
@@ -213,6 +214,7 @@ def test_an_unknown_kind_of_case_is_refused(tmp_path: Path):
         run(recurrent.Targets, tmp_path / "r", cases={"a": {"kind": "speeed"}})
 
 
+@pytest.mark.long
 def test_from_the_command_line(run: Callable[..., Path]):
     overrides = ["rounds=1", "warmup_rounds=0", "steps=1", "sequence_lengths=[10]", "batch_sizes=[]", "batch_size=2"]
     found = run("experiment=bppsa_fig8", *overrides)

@@ -192,7 +192,9 @@ def test_processes_answer_in_turn_and_say_what_went_wrong() -> None:
         Worker(Server, {"do": "ready"})
 
 
-@pytest.mark.parametrize("more", [{"budget_bytes": "floor"}, {"budget_bytes": None, "rule": "all"}])
+@pytest.mark.parametrize(
+    "more", [pytest.param({"budget_bytes": "floor"}, marks=pytest.mark.long), {"budget_bytes": None, "rule": "all"}]
+)
 def test_a_process_offloads_on_a_device(more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a simulated one, with the weights of the plain step; no kernel limits it, and a step more warms each turn."""
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)

@@ -135,6 +135,7 @@ def test_peers_of_the_paper(tmp_path: Path) -> None:
     assert line.measured == spread([forwarded])
 
 
+@pytest.mark.long
 def test_the_gain_falls_with_the_number_of_micro_batches(tmp_path: Path) -> None:
     settings = settings_with("ooo_fig13_micro_batches", "schedules=[gpipe,ooo2_flush]", "micro_batch_counts=[1,4,16]")
     settings.cases = {"BERT-12, 8": settings.cases["BERT-12, 8"]}

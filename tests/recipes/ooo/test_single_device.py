@@ -201,7 +201,8 @@ def test_fits_on_a_device_take_turns(
 
 
 @pytest.mark.parametrize(
-    "experiment", ["ooo_fig7", pytest.param("ooo_fig7_more", marks=pytest.mark.long), "ooo_fig7_compiled"]
+    "experiment",
+    [*(pytest.param(name, marks=pytest.mark.long) for name in ("ooo_fig7", "ooo_fig7_more")), "ooo_fig7_compiled"],
 )
 def test_every_case_trains(experiment: str) -> None:
     for case in settings_for(f"experiment={experiment}").cases.values():
