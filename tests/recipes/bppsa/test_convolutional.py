@@ -109,6 +109,7 @@ def test_figure_6_would_show_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -
     assert first_difference(lenet5(width=0.3), batch, 1) > 0.1
 
 
+@pytest.mark.long
 def test_figure_10(run: Command, tmp_path: Path) -> None:
     small = ("model.width=0.125", "batch_size=4", "steps=1", "retrain_steps=1")
     more = "+cases.guaranteed={pruning: class_uniform, zeros: guaranteed, levels: 1}"

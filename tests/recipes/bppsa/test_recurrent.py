@@ -139,6 +139,7 @@ def test_figure_8(tmp_path: Path):
         assert point.variants("step") == ["baseline", "auto", "blelloch"]
 
 
+@pytest.mark.long
 def test_figure_8_of_one_axis(tmp_path: Path):
     result, _ = run(figures.Scaling, tmp_path / "r", sequence_lengths=[10, 20], variants=["baseline", "auto"])
     assert figures.along(result, "B") == []

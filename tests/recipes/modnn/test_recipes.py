@@ -143,6 +143,7 @@ def test_figures_10_and_11(run: Command) -> None:
     assert not vdnn & set(large.variants(BATCH))
 
 
+@pytest.mark.long
 def test_figure_12(run: Command) -> None:
     result = load(run("experiment=modnn_fig12_simulated", "~cases", few(16), "budgets=[0.2,0.08,0.01]"))
     roomy, tight, _ = result.points
