@@ -29,21 +29,14 @@ def plain() -> Accelerator:
     return accelerator
 
 
-def budgeted() -> tuple[Accelerator, MemoryBudget]:
+def test_folders_of_plain_code_and_under_a_budget_are_loaded_by_each_other(tmp_path: Path) -> None:
+    plain().save_state(str(tmp_path / "plain"))
     accelerator = plain()
-    return accelerator, MemoryBudget(accelerator, accelerator._models[0], accelerator._optimizers[0], SMALL)
-
-
-def test_a_plain_folder_is_loaded_under_a_budget(tmp_path: Path) -> None:
-    plain().save_state(str(tmp_path))
-    accelerator, _ = budgeted()
-    accelerator.load_state(str(tmp_path))
-
-
-def test_a_folder_saved_under_a_budget_is_loaded_by_plain_code(tmp_path: Path) -> None:
-    accelerator, _ = budgeted()
-    accelerator.save_state(str(tmp_path))
-    plain().load_state(str(tmp_path))
+    budget = MemoryBudget(accelerator, accelerator._models[0], accelerator._optimizers[0], SMALL)
+    accelerator.load_state(str(tmp_path / "plain"))
+    accelerator.save_state(str(tmp_path / "budget"))
+    plain().load_state(str(tmp_path / "budget"))
+    budget.remove()
 
 
 def test_what_is_refused_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,14 +179,10 @@ HABITS: dict[str, Callable[[], dict[str, Any]]] = {
         "compute_metrics": lambda shown: {"sum": float(shown.predictions.argmax(-1).sum())},
     },
 }
-LONG = {
-    "budget": {"label smoothing", "loss of its own", "optimizer given", "clipping"},
-    "forward": {"label smoothing", "loss of its own"},
-    "backward": {"label smoothing", "loss of its own", "batches of unlike lengths"},
-}
-"""Other habits of the same object run the same code."""
+LONG = {"label smoothing", "loss of its own"}
+"""Other habits run the same code."""
 CLIPS = {"clipping"}
-"""Refused in backward mode, see test_refusals.py."""
+"""Refused in backward mode."""
 
 
 @cache
@@ -200,16 +196,11 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plain")
 
 
-@pytest.mark.parametrize(
-    ("name", "habit"),
-    [
-        pytest.param(name, habit, marks=[pytest.mark.long] * (habit in LONG[name]))
-        for habit in HABITS
-        for name in OBJECTS
-        if name != "backward" or habit not in CLIPS
-    ],
-)
+@EACH
+@pytest.mark.parametrize("habit", [pytest.param(one, marks=[pytest.mark.long] * (one in LONG)) for one in HABITS])
 def test_a_fit_has_the_bits_of_the_plain_trainers(name: str, habit: str, scratch: Path, tmp_path: Path) -> None:
+    if name == "backward" and habit in CLIPS:
+        pytest.skip("refused, see test_refusals.py")
     give, options, was_on = OBJECTS[name]
     plain = plain_fit(habit, tuple(options.items()), scratch)
     ours = trainer(tmp_path, **HABITS[habit]() | options)

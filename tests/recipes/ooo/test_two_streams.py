@@ -1,7 +1,6 @@
 """Figures 1, 2, 7, 8 and 9, simulated: rows are those of the counted networks, and verdicts follow from the numbers."""
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from rich.console import Console
 
 from retime.recipes.core.claims import Claim, judged
 from retime.recipes.core.results import Result
-from retime.recipes.ooo import claims, counted_networks
+from retime.recipes.ooo import claims
 from retime.recipes.ooo.counted_networks import (
     JOINT,
     ONE,
@@ -41,13 +40,6 @@ WIDE, MIDDLE, NARROW = (f"DenseNet-121 (k={growth})" for growth in (32, 24, 12))
 SMALL = ("image_size=64", "batch_sizes=[2]")
 BLOCKS = [f"DenseBlock-{number}" for number in range(1, 5)]
 Ran = tuple[CountedRecipe, Result]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _each_network_is_counted_once() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(counted_networks, "counted_network", cache(counted_network))
-        yield
 
 
 @pytest.fixture
@@ -106,7 +98,7 @@ def test_figure_1_at_full_size(ran) -> None:
 def test_figure_2_at_full_size(ran) -> None:
     recipe, result = ran("ooo_fig2", f"networks=['{MIDDLE}']")
     for point in result.points:
-        network = counted_networks.counted_network(point.at["network"], 32)
+        network = counted_network(point.at["network"], 32)
         for quantity, values in ((WAIT, issue_waits_ms(network)), (EXECUTION, forward_ms(network))):
             assert [point.values(b, quantity)[0] for b in BLOCKS] == pytest.approx(values, abs=1e-4)
         times = point.facts["kernels: start and end (ms)"]
@@ -132,7 +124,7 @@ def test_figure_2_without_issue(ran) -> None:
 def test_figure_8(ran) -> None:
     recipe, result = ran("ooo_fig8", *SMALL)
     (point,) = result.points
-    network = counted_networks.counted_network(WIDE, 2, image_size=64)
+    network = counted_network(WIDE, 2, image_size=64)
     plans = simulated_plans(network, (JOINT, PAPERS))
     for name in (ONE, JOINT, PAPERS):
         assert point.values(name, STEP)[0] == pytest.approx(plans[name].makespan_ms, abs=1e-4)
@@ -153,7 +145,7 @@ def test_figure_8(ran) -> None:
 def test_figure_9(ran) -> None:
     recipe, result = ran("ooo_fig9", *SMALL)
     (point,) = result.points
-    network = counted_networks.counted_network(WIDE, 2, image_size=64)
+    network = counted_network(WIDE, 2, image_size=64)
     plans = simulated_plans(network, (JOINT, PAPERS))
     curves = {name: memory_by_layer(run.timeline) for name, run in plans.items()}
     assert point.facts["layers"] == [*range(121, 1, -1)]
@@ -172,7 +164,7 @@ def test_figure_7_says_what_cannot_be_compared(ran) -> None:
     mobile = "MobileNet V3 (alpha=0.25)"
     names = f"networks=['{NARROW}','{mobile}','ResNet-50']"
     recipe, result = ran("ooo_fig7_simulated", names, "image_size=32", "batch_sizes=[32]")
-    plans = simulated_plans(counted_networks.counted_network(mobile, 32, image_size=32), (READY, JOINT))
+    plans = simulated_plans(counted_network(mobile, 32, image_size=32), (READY, JOINT))
     gain = plans[ONE].makespan_ms / plans[JOINT].makespan_ms
     said = remarks(recipe, result)
     assert said[claims.claim("streams-mobilenet").what][0][0] == pytest.approx(gain, rel=1e-3)
