@@ -12,7 +12,7 @@ from retime.callbacks import MemoryTimeline
 from retime.foundations.measure.memory import MemorySampler
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import SMALL, Net, assert_close, fit, loader
+from support.memory_budget import SHALLOW, Net, ShallowNet, assert_close, fit, loader
 
 pytestmark = support.IGNORED
 MIB = 2**20
@@ -57,10 +57,10 @@ def test_prediction_is_near_the_measurement(tmp_path: Path) -> None:
 
 
 def test_prediction_under_a_budget_is_the_plans(splits: None) -> None:
-    timeline, module, plain = MemoryTimeline(png=False), Net(), Net()
+    timeline, module, plain = MemoryTimeline(png=False), ShallowNet(), ShallowNet()
     logger = support.Notes()
     fit(plain)
-    done = fit(module, MemoryBudgetStrategy(SMALL), callbacks=[timeline], logger=logger)
+    done = fit(module, MemoryBudgetStrategy(SHALLOW), callbacks=[timeline], logger=logger)
     (step,) = timeline.steps
     choice = support.report_of(done).shapes[0].choice
     assert step.plan == str(choice.plan)

@@ -364,6 +364,7 @@ def test_two_processes_report_exposed_communication(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+@pytest.mark.long
 def test_its_page_opens_in_a_browser(tmp_path: Path) -> None:
     fit([quiet(every_n_steps=None, page=True, dirpath=tmp_path)])
     assert click_through(tmp_path / "epoch-0-step-0.html", tmp_path / "browser") == []

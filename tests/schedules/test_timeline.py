@@ -62,7 +62,7 @@ def test_a_png_shows_the_spans(tmp_path):
     height, width, _ = pixels.shape
     assert width > 1000
     assert height > 200
-    colours = {tuple(round(float(value), 2) for value in pixel) for pixel in pixels.reshape(-1, 3)}
+    colours = {tuple(round(float(value), 2) for value in pixel) for pixel in {*map(tuple, pixels.reshape(-1, 3))}}
     forward, weight_gradient, synchronisation = (0.0, 0.45, 0.7), (0.0, 0.62, 0.45), (0.9, 0.62, 0.0)
     assert {forward, weight_gradient, synchronisation} <= colours
 

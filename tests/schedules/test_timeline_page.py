@@ -82,7 +82,7 @@ BACK = "getComputedStyle(document.body).backgroundColor"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
-@pytest.mark.parametrize("width", [1200, 400])
+@pytest.mark.parametrize("width", [1200, pytest.param(400, marks=pytest.mark.long)])
 def test_a_browser_shows_zooms_and_moves(tmp_path, width):
     page = tmp_path / "step.html"
     write_page(page, {"": RANKS}, title="optimizer step 3", unit="stage", idle="bubble")

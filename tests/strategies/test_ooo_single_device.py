@@ -145,11 +145,6 @@ def test_what_composes_gives_the_bits_that_it_gives_alone(name: str, tmp_path: P
     assert report.sub_stream + report.main_stream >= LAYERS * 2
 
 
-def test_backward_fusion_is_refused_before_the_first_step() -> None:
-    with pytest.raises(ValueError, match=r"two streams give weight gradients .* use FuseOptimizer\('forward'\)"):
-        fit(two_streams(), retime.FuseOptimizer("backward"))
-
-
 # Updates behind their weight gradients.
 
 
@@ -211,7 +206,10 @@ def test_steps_that_need_all_gradients_update_behind_them(
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])
-def test_a_second_fusion_is_refused(mode: str) -> None:
+def test_a_second_fusion_and_a_backward_one_are_refused(mode: str) -> None:
+    if mode == "backward":
+        with pytest.raises(ValueError, match=r"two streams give weight gradients .* use FuseOptimizer\('forward'\)"):
+            fit(two_streams(), retime.FuseOptimizer("backward"))
     with pytest.raises(ValueError, match="fus"):
         fit(two_streams(fuse_updates=True), retime.FuseOptimizer(mode))
 
@@ -331,7 +329,9 @@ class Logs(LightningModule):
     [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
     ids=["plain", "accumulation and clipping", "autocast"],
 )
-@pytest.mark.parametrize("order", ["eager", "late", "random 0"])
+@pytest.mark.parametrize(
+    "order", ["late", *(pytest.param(one, marks=pytest.mark.long) for one in ("eager", "random 0"))]
+)
 def test_a_fit_with_cuda_graphs_has_plain_bits_and_logs(order: str, options: dict[str, Any]) -> None:
     def run(module: Logs, strategy: Any) -> Logs:
         torch.manual_seed(2)
@@ -357,7 +357,9 @@ def test_a_fit_with_cuda_graphs_has_plain_bits_and_logs(order: str, options: dic
     assert report.sub_stream == LAYERS * (2 * STEPS + 2 - 1)
 
 
-def test_a_graph_is_refused_on_a_cpu_before_the_first_step() -> None:
+def test_a_graph_is_refused_on_a_cpu_and_with_updates() -> None:
+    with pytest.raises(ValueError, match=r"a CUDA graph has no updates.*leave one of fuse_updates=True and graph=True"):
+        two_streams(graph=True, fuse_updates=True)
     with pytest.raises(ValueError, match="graph=True captures CUDA graphs, and the model is on cpu"):
         fit(two_streams(graph=True))
 
@@ -378,8 +380,3 @@ def test_a_step_that_calls_no_part_is_told() -> None:
         pytest.warns(NoEffectWarning, match=r"graph=True has no effect: no module that may be captured is called \('"),
     ):
         trainer(two_streams(graph=True), num_sanity_val_steps=0).fit(Apart())
-
-
-def test_graphs_have_no_updates() -> None:
-    with pytest.raises(ValueError, match=r"a CUDA graph has no updates.*leave one of fuse_updates=True and graph=True"):
-        two_streams(graph=True, fuse_updates=True)

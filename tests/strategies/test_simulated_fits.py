@@ -26,6 +26,9 @@ from retime.strategies import CPUAccumulateStrategy
 from support.memory_budget import IGNORED, OFFLOADS, SHALLOW, Net, assert_close, fit, use_costs
 from support.simulated_cuda import ORDERS, SimulatedCuda, simulated_cuda
 
+EACH_ORDER = pytest.mark.parametrize(
+    "order", [*ORDERS[:3], *(pytest.param(one, marks=pytest.mark.long) for one in ORDERS[3:])]
+)
 pytestmark = [*IGNORED, pytest.mark.filterwarnings("ignore:.*the process grew by")]
 
 
@@ -100,7 +103,7 @@ class WatchedSums:
         return getattr(self._sums, name)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@EACH_ORDER
 @pytest.mark.parametrize("name", FITS)
 def test_a_fit_is_right_in_every_order(name: str, order: str, plain: dict[str, Net]) -> None:
     module, device, report = fit_on_device(name, order)
@@ -168,7 +171,7 @@ def offload(order: str, prefetch: int = 1) -> tuple[list[Tensor], SimulatedCuda]
     return gradients, device
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@EACH_ORDER
 def test_forward_fusion_beside_two_streams(order: str, plain: dict[str, Net]) -> None:
     module, device, report = fit_on_device("two streams", order, FuseOptimizer("forward"))
     assert device.faults == []

@@ -1,5 +1,7 @@
 """Experiments in small: settings as the command line gives them, and the picture of a result."""
 
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,11 @@ from retime.recipes.core.schema import register_all, settings_of
 
 def settings_for(*overrides: str) -> Any:
     """The settings of `settings_for("experiment=demo", "rounds=1")`."""
+    return deepcopy(_composed(*overrides))
+
+
+@cache
+def _composed(*overrides: str) -> Any:
     register_all()
     with initialize_config_module("retime.conf", version_base=None):
         return settings_of(compose("config", list(overrides)))

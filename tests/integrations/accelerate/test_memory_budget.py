@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 
 from retime.integrations.accelerate import MemoryBudget
+from retime.mechanisms.memory_budget.report import BudgetReport
 from retime.schedules.budget import BudgetError
-from support.memory_budget import SMALL, TINY, Net, accelerate_loop, assert_close, loader
+from support.memory_budget import SHALLOW, SMALL, TINY, Net, ShallowNet, accelerate_loop, assert_close, loader
+
+ACCUMULATE = pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 2])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+def shallow_loop(how: str, accumulate: int) -> tuple[Net, list[BudgetReport], dict[str, Any]]:
+    return accelerate_loop(how, accumulate, SHALLOW, module=ShallowNet(), data=loader(5))
+
+
+@ACCUMULATE
 def test_around_forward_passes(splits: None, accumulate: int) -> None:
     # sub-batches would be faster, but a loop of one's own cannot have them
-    plain, *_ = accelerate_loop("plain", accumulate, data=loader(5))
-    ours, (report,), _ = accelerate_loop("forward", accumulate, data=loader(5))
+    plain, *_ = shallow_loop("plain", accumulate)
+    ours, (report,), _ = shallow_loop("forward", accumulate)
     assert report.offload.storages > 0
     assert report.sub_batches == report.steps == 5
     assert_close(plain, ours, 0)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@ACCUMULATE
 def test_with_a_step_function(splits: None, accumulate: int) -> None:
-    plain, *_ = accelerate_loop("plain", accumulate, data=loader(5))
-    ours, (report,), _ = accelerate_loop("run", accumulate, data=loader(5))
+    plain, *_ = shallow_loop("plain", accumulate)
+    ours, (report,), _ = shallow_loop("run", accumulate)
     assert report.sub_batches > report.steps == 5
     assert_close(plain, ours)
 
@@ -54,11 +61,3 @@ def test_needs_the_prepared_optimizer() -> None:
     module = Net()
     with pytest.raises(TypeError, match=r"apply MemoryBudget after accelerator\.prepare"):
         MemoryBudget(Accelerator(cpu=True), module, torch.optim.SGD(module.parameters(), lr=0.1), SMALL)
-
-
-def test_plans_are_kept_with_the_state(offloads: None, tmp_path: Path) -> None:
-    sources = []
-    for _ in range(2):
-        _, (report,), _ = accelerate_loop("run", data=loader(1), folder=tmp_path)
-        sources.append(report.shapes[0].source)
-    assert sources == ["", "plan of an earlier run"]

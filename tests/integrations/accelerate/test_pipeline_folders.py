@@ -47,7 +47,7 @@ def test_a_folder_of_two_ranks_is_one_of_a_plain_script(folders: Any, tmp_path: 
     close(alone.run(HALF, BATCHES), expected[HALF:])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_folder_of_a_plain_script_is_loaded_by_a_pipeline(ranks: int, tmp_path: Path) -> None:
     plain = Loop(0, piped=False)
     plain.run(0, HALF)

@@ -15,7 +15,8 @@ from accelerate.state import AcceleratorState
 from retime import NoEffectWarning
 from retime.integrations.accelerate import MemoryBudget, OutOfOrderDataParallel
 from retime.integrations.accelerate.state_file import StateFile
-from support.memory_budget import SMALL, accelerate_loop, loader
+from retime.mechanisms.memory_budget.report import PlannedShape
+from support.memory_budget import SHALLOW, SMALL, ShallowNet, accelerate_loop, loader
 
 
 def plain() -> Accelerator:
@@ -28,21 +29,14 @@ def plain() -> Accelerator:
     return accelerator
 
 
-def budgeted() -> tuple[Accelerator, MemoryBudget]:
+def test_folders_of_plain_code_and_under_a_budget_are_loaded_by_each_other(tmp_path: Path) -> None:
+    plain().save_state(str(tmp_path / "plain"))
     accelerator = plain()
-    return accelerator, MemoryBudget(accelerator, accelerator._models[0], accelerator._optimizers[0], SMALL)
-
-
-def test_a_plain_folder_is_loaded_under_a_budget(tmp_path: Path) -> None:
-    plain().save_state(str(tmp_path))
-    accelerator, _ = budgeted()
-    accelerator.load_state(str(tmp_path))
-
-
-def test_a_folder_saved_under_a_budget_is_loaded_by_plain_code(tmp_path: Path) -> None:
-    accelerator, _ = budgeted()
-    accelerator.save_state(str(tmp_path))
-    plain().load_state(str(tmp_path))
+    budget = MemoryBudget(accelerator, accelerator._models[0], accelerator._optimizers[0], SMALL)
+    accelerator.load_state(str(tmp_path / "plain"))
+    accelerator.save_state(str(tmp_path / "budget"))
+    plain().load_state(str(tmp_path / "budget"))
+    budget.remove()
 
 
 def test_what_is_refused_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,13 +51,17 @@ def test_what_is_refused_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_lie_beside(offloads: None, tmp_path: Path) -> None:
-    accelerate_loop("run", data=loader(1), folder=tmp_path)
+    def run() -> PlannedShape:
+        _, (report,), _ = accelerate_loop("run", budget=SHALLOW, module=ShallowNet(), data=loader(1), folder=tmp_path)
+        return report.shapes[0]
+
+    assert [run().source for _ in range(2)] == ["", "plan of an earlier run"]
     names = {path.name for path in tmp_path.iterdir()}
     assert "retime_MemoryBudget_0.json" in names
     assert not any(name.startswith("custom_checkpoint") for name in names)
     (tmp_path / "retime_MemoryBudget_0.json").unlink()
-    _, (report,), _ = accelerate_loop("run", data=loader(1), folder=tmp_path)  # its absence is fine
-    assert report.shapes[0].note == ""
+    absent = run()  # which is fine
+    assert (absent.source, absent.note) == ("", "")
 
 
 def kept(accelerator: Accelerator, name: str = "Mine", state: Any = None) -> tuple[StateFile, list[Any]]:

@@ -146,15 +146,17 @@ RECOMPUTE = next(
 """Its name before transformers 5."""
 HABITS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
-    "classifier": lambda: {"model": "bert"},
-    "accumulation": lambda: {"gradient_accumulation_steps": 3},
     "accumulation of a classifier": lambda: {"gradient_accumulation_steps": 3, "model": "bert"},
     "clipping": lambda: {"max_grad_norm": 0.01, "gradient_accumulation_steps": 3},
     "bf16": lambda: {"bf16": True, "gradient_accumulation_steps": 3},
-    "weights in bf16": half_precision,
+    "weights in bf16, sums over a window": lambda: (
+        half_precision() | {"logging_steps": 4, "max_steps": 9, "logging_first_step": True}
+    ),
     "label smoothing": lambda: {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
-    "label smoothing of a classifier": lambda: {"label_smoothing_factor": 0.1, "model": "bert"},
-    "evaluation": lambda: {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True},
+    "label smoothing of a classifier, another optimizer": lambda: {
+        **{"label_smoothing_factor": 0.1, "model": "bert"},
+        **{"optim": "adamw_torch", "lr_scheduler_type": "cosine", "warmup_steps": 3},
+    },
     "loss of its own": lambda: {"cls": OwnLoss, "gradient_accumulation_steps": 3},
     "loss function": lambda: {
         "compute_loss_func": lambda outputs, labels, num_items_in_batch: (
@@ -163,26 +165,22 @@ HABITS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "training step of its own": lambda: {"cls": TwoLosses},
     "optimizer given": given,
-    "frozen": frozen,
-    "another optimizer": lambda: {"optim": "adamw_torch", "lr_scheduler_type": "cosine", "warmup_steps": 3},
-    "recomputation": lambda: {RECOMPUTE: True},
-    "noise in embeddings": lambda: {"neftune_noise_alpha": 5.0},
-    "adafactor": lambda: {"optim": "adafactor"},
+    "frozen, recomputation": lambda: frozen() | {RECOMPUTE: True},
+    "noise in embeddings, adafactor": lambda: {"neftune_noise_alpha": 5.0, "optim": "adafactor"},
     "as TRL's SFTTrainer": lambda: {
-        "cls": LikeSFT,
-        "gradient_accumulation_steps": 3,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
+        **{"cls": LikeSFT, "gradient_accumulation_steps": 3},
+        **{"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
     },
     "as TRL's DPOTrainer": lambda: {"cls": LikeDPO, "gradient_accumulation_steps": 2},
     "batches of unlike lengths": lambda: {"data_collator": cut, "gradient_accumulation_steps": 3},
-    "a model made in train()": lambda: {"model_init": gpt2},
-    "metrics": lambda: {
+    "a model made in train(), metrics": lambda: {
+        "model_init": gpt2,
         "eval_strategy": "epoch",
         "compute_metrics": lambda shown: {"sum": float(shown.predictions.argmax(-1).sum())},
     },
-    "sums over a window": lambda: {"logging_steps": 4, "max_steps": 9, "logging_first_step": True},
 }
+LONG = {"label smoothing", "loss of its own"}
+"""Other habits run the same code."""
 CLIPS = {"clipping"}
 """Refused in backward mode."""
 
@@ -199,7 +197,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @EACH
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("habit", [pytest.param(one, marks=[pytest.mark.long] * (one in LONG)) for one in HABITS])
 def test_a_fit_has_the_bits_of_the_plain_trainers(name: str, habit: str, scratch: Path, tmp_path: Path) -> None:
     if name == "backward" and habit in CLIPS:
         pytest.skip("refused, see test_refusals.py")
@@ -272,17 +270,16 @@ def test_a_second_training_goes_on_alike(name: str, tmp_path: Path) -> None:
 
 
 class Failing(Trainer):
-    """Fails in the forward pass of the fifth batch, or in its backward pass."""
+    """Fails in the forward pass of the fifth batch, and in the backward pass of the tenth."""
 
-    where = ""
     batches = 0
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
         self.batches += 1
-        if self.batches == 5 and self.where == "forward pass":
+        if self.batches == 5:
             raise KeyError("a broken sample")
-        if self.batches == 5 and self.where == "backward pass":
+        if self.batches == 10:
             loss.register_hook(self.fail)
         return loss
 
@@ -291,23 +288,22 @@ class Failing(Trainer):
 
 
 @EACH
-@pytest.mark.parametrize("where", ["forward pass", "backward pass"])
-def test_a_failing_step_leaves_nothing_behind(name: str, where: str, tmp_path: Path) -> None:
+def test_a_failing_step_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     give, options, _ = OBJECTS[name]
     plain, ours = (trainer(tmp_path, cls=Failing, **options) for _ in range(2))
     one = give(ours)
     hooks = {name: len(module._forward_pre_hooks) for name, module in ours.model.named_modules()}
-    for failing in (plain, ours):
-        failing.where = where
-        with pytest.raises(KeyError, match="a broken"):
-            fit(failing)
-    assert_same(left_by(plain), left_by(ours), norms=name != "backward")
-    assert "compute_loss" not in vars(ours)
-    assert "clip_grad_norm_" not in vars(ours.accelerator)
-    assert "zero_grad" not in vars(ours.optimizer.optimizer)
-    assert hooks == {name: len(module._forward_pre_hooks) for name, module in ours.model.named_modules()}
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in ours.model.parameters())
-    assert_same(fit(plain), fit(ours), norms=name != "backward")  # they go on, past their fifth batches
+    for broken in ("sample", "gradient"):
+        for failing in (plain, ours):
+            with pytest.raises(KeyError, match=f"a broken {broken}"):
+                fit(failing)
+        assert_same(left_by(plain), left_by(ours), norms=name != "backward")
+        assert "compute_loss" not in vars(ours)
+        assert "clip_grad_norm_" not in vars(ours.accelerator)
+        assert "zero_grad" not in vars(ours.optimizer.optimizer)
+        assert hooks == {name: len(module._forward_pre_hooks) for name, module in ours.model.named_modules()}
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in ours.model.parameters())
+    assert_same(fit(plain), fit(ours), norms=name != "backward")  # they go on, past their failures
     one.remove()
 
 

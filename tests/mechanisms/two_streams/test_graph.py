@@ -132,7 +132,7 @@ def check(loop: Callable[[], Loop], **options: Any) -> GraphReport:
     return report
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [pytest.param(one, marks=[pytest.mark.long] * (one in ORDERS[3:])) for one in ORDERS])
 @pytest.mark.parametrize("kind", [Mlp, ConvNet])
 @pytest.mark.parametrize("options", [{}, {"max_memory": 1000}], ids=["free", "bounded"])
 def test_all_bits_are_the_plain_ones_in_every_order(order: str, kind: type[Any], options: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ def shown(result: Result) -> list[str]:
     return stream.getvalue().splitlines()
 
 
+@pytest.mark.long
 def test_two_processes_in_turns(tmp_path: Path) -> None:
     result = Demo().run(settings(["fused_optimizer"]), tmp_path, Console(quiet=True))
     (point,) = result.points

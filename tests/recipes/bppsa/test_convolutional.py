@@ -54,11 +54,6 @@ def test_table_1(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1200000 x" in shown
 
 
-def test_table_1_refuses_an_unknown_operator() -> None:
-    with pytest.raises(ValueError, match=r"operators=\['softmax'\]: choose from convolution, relu, max_pool"):
-        matrices.Generation().points(ConvolutionalSettings(operators=["softmax"]))
-
-
 def test_both_baselines_give_the_jacobian() -> None:
     torch.manual_seed(0)
     layer, inputs = nn.Linear(4, 3), torch.randn(1, 4)
@@ -92,13 +87,6 @@ def test_moved_weights_are_moved_by_rounding_only() -> None:
     assert bool(((moved - plain).abs() <= 4.5e-16 * plain.abs()).all())
 
 
-def test_figure_6_refuses_nothing_to_compare() -> None:
-    with pytest.raises(ValueError, match=r"levels=\[\] leaves nothing to compare with"):
-        Convergence().points(ConvolutionalSettings(precisions=["float32"]))
-    with pytest.raises(ValueError, match=r"precisions=\['half'\]: choose from float32, float64"):
-        Convergence().points(ConvolutionalSettings(precisions=["half"]))
-
-
 def test_figure_6_would_show_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     from retime.mechanisms.scan.jacobians.layers import ReLUJacobian
 
@@ -109,6 +97,7 @@ def test_figure_6_would_show_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -
     assert first_difference(lenet5(width=0.3), batch, 1) > 0.1
 
 
+@pytest.mark.long
 def test_figure_10(run: Command, tmp_path: Path) -> None:
     small = ("model.width=0.125", "batch_size=4", "steps=1", "retrain_steps=1")
     more = "+cases.guaranteed={pruning: class_uniform, zeros: guaranteed, levels: 1}"
@@ -127,7 +116,13 @@ def test_figure_10(run: Command, tmp_path: Path) -> None:
     assert report.read_text().count("Caveat: the green circles, the paper's baseline, are operators of the") == 3
 
 
-def test_figure_10_refuses_an_unknown_case() -> None:
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"operators=\['softmax'\]: choose from convolution, relu, max_pool"):
+        matrices.Generation().points(ConvolutionalSettings(operators=["softmax"]))
+    with pytest.raises(ValueError, match=r"levels=\[\] leaves nothing to compare with"):
+        Convergence().points(ConvolutionalSettings(precisions=["float32"]))
+    with pytest.raises(ValueError, match=r"precisions=\['half'\]: choose from float32, float64"):
+        Convergence().points(ConvolutionalSettings(precisions=["half"]))
     with pytest.raises(ValueError, match=r"cases\.mine=.*pruning is one of class_blind, class_uniform"):
         PrunedFlops().points(ConvolutionalSettings(cases={"mine": {"pruning": "random", "zeros": "guaranteed"}}))
 

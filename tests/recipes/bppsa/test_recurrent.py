@@ -92,9 +92,7 @@ def test_long_curves_are_stored_as_means_of_windows():
     assert stored[:2] == [1.0, 4.0]
     assert len(stored) == 334
     assert figures.thinned([float(k) for k in range(1001)], last=True)[-1] == 1000.0
-
-
-def test_drawn_curves_are_means():
+    # and drawn as those of neighbours
     assert figures.smoothed([4.0, 2.0, 3.0, 1.0], 2) == [4.0, 3.0, 2.5, 2.0]
     assert figures.smoothed([4.0, 2.0], 1) == [4.0, 2.0]
 
@@ -139,11 +137,6 @@ def test_figure_8(tmp_path: Path):
         assert point.variants("step") == ["baseline", "auto", "blelloch"]
 
 
-def test_figure_8_of_one_axis(tmp_path: Path):
-    result, _ = run(figures.Scaling, tmp_path / "r", sequence_lengths=[10, 20], variants=["baseline", "auto"])
-    assert figures.along(result, "B") == []
-
-
 def test_figure_9(tmp_path: Path):
     data = {"_target_": "retime.recipes.data.synthetic_irmas", "length": 4}
     result, text = run(figures.Instruments, tmp_path / "r", features=["S"], batch_sizes=[2, 16], data=data)
@@ -175,6 +168,7 @@ def test_figure_7(tmp_path: Path):
     assert "torch.nn's steps took" in text
 
 
+@pytest.mark.long
 def test_figure_13(tmp_path: Path):
     some = {"data": {"_target_": "retime.recipes.data.synthetic_irmas", "length": 4}, "variants": ["baseline", "auto"]}
     result, text = run(figures.InstrumentCurves, tmp_path / "r", features=["S", "M"], **some)
@@ -218,3 +212,4 @@ def test_from_the_command_line(run: Callable[..., Path]):
     found = run("experiment=bppsa_fig8", *overrides)
     assert "outputs/bppsa/figure-8/cpu/" in found.as_posix()
     assert load(found).points[0].at == {"T": 10, "B": 2}
+    assert figures.along(load(found), "B") == []

@@ -178,6 +178,7 @@ def test_targets_compare_trainer_runs(run: Command, tmp_path: Path, capsys: pyte
     assert "mlp_batch4: retime backward over the plain strategy" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_ddp_runs_in_a_fresh_process_with_all_its_ranks(run: Command, tmp_path: Path) -> None:
     run("experiment=fusion_ddp", *TINY, "~data.image_size", f"model={MLP}", "batch_size=2", "devices=2")
     (result,) = results(tmp_path / "outputs").values()

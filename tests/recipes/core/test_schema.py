@@ -13,7 +13,7 @@ from retime.recipes.core.schema import Hardware, Settings, register_all, setting
 from retime.recipes.fusion.settings import FusionSettings
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _hydra() -> Iterator[None]:
     register_all()
     with initialize_config_module("retime.conf", version_base="1.3"):
@@ -24,13 +24,19 @@ def composed(*overrides: str) -> Any:
     return settings_of(compose("config", list(overrides)))
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "cuda"])
+@pytest.fixture(scope="module")
+def hardware() -> dict[str, Any]:
+    return {name: compose("config", [f"hardware={name}"]).hardware for name in ("cpu", "cuda")}
+
+
 @pytest.mark.parametrize("name", sorted(experiments()))
-def test_experiment_resolves(name: str, hardware: str) -> None:
-    settings = composed(f"experiment={name}", f"hardware={hardware}")
-    assert isinstance(settings, Settings)
-    assert (settings.name, settings.hardware.device) == (name, hardware)
-    assert settings.title
+def test_experiment_resolves(name: str, hardware: dict[str, Any]) -> None:
+    config = compose("config", [f"experiment={name}"])
+    for device, config.hardware in hardware.items():  # sizes are looked up by it when they are read
+        settings = settings_of(config)
+        assert isinstance(settings, Settings)
+        assert (settings.name, settings.hardware.device) == (name, device)
+        assert settings.title
 
 
 @pytest.mark.parametrize(

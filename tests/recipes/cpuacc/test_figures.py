@@ -36,6 +36,7 @@ SMALL = (
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
+@pytest.mark.long
 def test_it_measures_and_draws(tmp_path: Path) -> None:
     settings = settings_for(*SMALL)
     few = ("ddp, 25 MiB", "cpu_accumulate_ddp, 25 MiB", NAIVE)

@@ -143,6 +143,7 @@ def test_figures_10_and_11(run: Command) -> None:
     assert not vdnn & set(large.variants(BATCH))
 
 
+@pytest.mark.long
 def test_figure_12(run: Command) -> None:
     result = load(run("experiment=modnn_fig12_simulated", "~cases", few(16), "budgets=[0.2,0.08,0.01]"))
     roomy, tight, _ = result.points
@@ -192,7 +193,9 @@ def test_processes_answer_in_turn_and_say_what_went_wrong() -> None:
         Worker(Server, {"do": "ready"})
 
 
-@pytest.mark.parametrize("more", [{"budget_bytes": "floor"}, {"budget_bytes": None, "rule": "all"}])
+@pytest.mark.parametrize(
+    "more", [pytest.param({"budget_bytes": "floor"}, marks=pytest.mark.long), {"budget_bytes": None, "rule": "all"}]
+)
 def test_a_process_offloads_on_a_device(more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a simulated one, with the weights of the plain step; no kernel limits it, and a step more warms each turn."""
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)

@@ -76,9 +76,9 @@ def test_layers_and_dense_blocks():
     ("name", "layers", "blocks"),
     [
         ("ResNet-50", 54, [12, 13, 19, 10]),
-        ("ResNet-101", 105, [12, 13, 70, 10]),
+        pytest.param("ResNet-101", 105, [12, 13, 70, 10], marks=pytest.mark.long),
         ("MobileNet V3 (alpha=0.25)", 64, [4, 6, 15, 22, 17]),
-        ("MobileNet V3 (alpha=1)", 64, [4, 6, 15, 22, 17]),
+        pytest.param("MobileNet V3 (alpha=1)", 64, [4, 6, 15, 22, 17], marks=pytest.mark.long),
     ],
 )
 def test_other_networks(name, layers, blocks):
@@ -179,7 +179,7 @@ def test_figure_8_a_region_gains_what_its_main_stream_leaves():
         (DENSENET, 32, 1.070, 1.090),
         (NARROW, 32, 1.272, 1.301),
         ("MobileNet V3 (alpha=0.25)", 32, 1.253, 1.342),
-        ("ResNet-50", 32, 1.044, 1.071),
+        pytest.param("ResNet-50", 32, 1.044, 1.071, marks=pytest.mark.long),
     ],
 )
 def test_section_8_2_two_streams_and_reordering(name, batch_size, ready, joint):

@@ -49,6 +49,7 @@ def test_the_simulation_is_that_of_the_paper() -> None:
         simulated_ms(case, "Interleaved1F1B", 0.0)
 
 
+@pytest.mark.long
 def test_the_targets_at_zbvs_memory_can_be_met_on_paper() -> None:
     case = of_case(settings_with(), "eight_ranks_far")
     zbv, ours, more = (simulated_ms(case, name, case.unit_ms / 2) for name in ("zbv", "ooo@32", "ooo@51"))

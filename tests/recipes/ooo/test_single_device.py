@@ -169,7 +169,7 @@ def test_a_device_without_a_case_is_refused(tmp_path: Path) -> None:
     assert [{at["case"].rpartition(", ")[2] for at in one} for one in points] == [{"32 px", "64 px"}, {"224 px"}]
 
 
-@pytest.mark.parametrize("is_simulated", [True, False])
+@pytest.mark.parametrize("is_simulated", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_fits_on_a_device_take_turns(
     settings: SingleDeviceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_simulated: bool
 ) -> None:
@@ -201,7 +201,8 @@ def test_fits_on_a_device_take_turns(
 
 
 @pytest.mark.parametrize(
-    "experiment", ["ooo_fig7", pytest.param("ooo_fig7_more", marks=pytest.mark.long), "ooo_fig7_compiled"]
+    "experiment",
+    [*(pytest.param(name, marks=pytest.mark.long) for name in ("ooo_fig7", "ooo_fig7_more")), "ooo_fig7_compiled"],
 )
 def test_every_case_trains(experiment: str) -> None:
     for case in settings_for(f"experiment={experiment}").cases.values():

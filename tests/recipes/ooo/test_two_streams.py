@@ -94,6 +94,7 @@ def test_figure_1_at_full_size(ran) -> None:
     assert f"- {WIDE}, batch 32: {HIGHEST_RATIO}, never falls from block to block: holds." in notes
 
 
+@pytest.mark.long
 def test_figure_2_at_full_size(ran) -> None:
     recipe, result = ran("ooo_fig2", f"networks=['{MIDDLE}']")
     for point in result.points:
@@ -158,6 +159,7 @@ def test_figure_9(ran) -> None:
     assert sum("the peak comes early in the step" in note for note in recipe.notes(result)) == 3
 
 
+@pytest.mark.long
 def test_figure_7_says_what_cannot_be_compared(ran) -> None:
     mobile = "MobileNet V3 (alpha=0.25)"
     names = f"networks=['{NARROW}','{mobile}','ResNet-50']"
@@ -174,6 +176,7 @@ def test_figure_7_says_what_cannot_be_compared(ran) -> None:
     assert "and that less than MobileNet, at most: " in notes
 
 
+@pytest.mark.long
 def test_other_networks_have_no_verdicts_of_densenets(ran) -> None:
     recipe, result = ran("ooo_fig8", "networks=['MobileNet V3 (alpha=0.25)']", *SMALL)
     assert recipe.compare(result) == []

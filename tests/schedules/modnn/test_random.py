@@ -19,7 +19,7 @@ def budgets(graph, samples):
 
 
 @pytest.mark.parametrize("algorithms", ["gain", "fastest", "baseline"])
-@pytest.mark.parametrize("spare_unused", [True, False])
+@pytest.mark.parametrize("spare_unused", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_algorithm_1_never_breaks_the_rules(algorithms, spare_unused):
     runs = moved = defragmented = 0
     for seed in range(60):

@@ -14,7 +14,8 @@ NAMES = {
 }
 SHAPES = [
     pytest.param(
-        *(name, ranks, micro_batches, chunks), marks=[pytest.mark.long] if ranks == 8 or micro_batches > 8 else []
+        *(name, ranks, micro_batches, chunks),
+        marks=[pytest.mark.long] if ranks == 8 or micro_batches > 6 or chunks > 3 else [],
     )
     for name in NAMES
     for ranks in (2, 3, 4, 8)
