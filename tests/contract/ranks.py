@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ class RankError(AssertionError):
 
 
 class RankRuns:
-    """Runs `scenarios` under a row on two ranks, at the first question for a record.
+    """Runs `scenarios` under a row on two ranks, from `begin` on, or the first question for a record.
 
     Attributes:
         worker: the module of one rank.
+        meanwhile: is called again and again while these ranks are waited for.
     """
 
     worker = "contract.worker"
@@ -40,6 +42,20 @@ class RankRuns:
         self._row, self._scenarios, self._folder, self._scenario_s = row, scenarios, folder, scenario_s
         self._results: dict[str, list[Any]] | None = None
         self._processes: list[Warm] = []
+        self._logs: list[Path] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    @property
+    def work(self) -> bool:
+        """Whether a pair of processes is at work."""
+        return any(process.returncode is None for process in self._processes)
+
+    def begin(self) -> bool:
+        """Let a first pair go to work while this process does other things; whether it had not begun before."""
+        if self._results is not None or self._processes or not self._scenarios:
+            return False
+        self._start(self._scenarios, 0)
+        return True
 
     def records(self, scenario: str) -> list[Record]:
         """The scenario's records by rank."""
@@ -62,27 +78,28 @@ class RankRuns:
         self._processes = []
 
     def _run_all(self, results: dict[str, list[Any]]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         left = list(self._scenarios)
         for attempt in range(PAIRS):
             if not left:
                 return
-            logs = [self._folder / f"{attempt}.{rank}.log" for rank in range(WORLD_SIZE)]
             try:
-                self._start(left, logs)
+                if not self._processes:  # else they have begun
+                    self._start(left, attempt)
                 failure = self._watch(left)
             finally:
                 self.stop()
             for name in left:
                 paths = self._paths(name)
                 if all(path.exists() for path in paths) or name == failure:
-                    results[name] = [self._read(path, log) for path, log in zip(paths, logs, strict=True)]
+                    results[name] = [self._read(path, log) for path, log in zip(paths, self._logs, strict=True)]
             left = [name for name in left if name not in results]
 
-    def _start(self, scenarios: list[str], logs: list[Path]) -> None:
+    def _start(self, scenarios: list[str], attempt: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._logs = [self._folder / f"{attempt}.{rank}.log" for rank in range(WORLD_SIZE)]
         tests = Path(__file__).parents[1]
         port = free_port()
-        for rank, log in enumerate(logs):
+        for rank, log in enumerate(self._logs):
             environment = os.environ | {
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
@@ -100,8 +117,9 @@ class RankRuns:
     def _watch(self, scenarios: list[str]) -> str | None:
         """Wait for the pair; return the scenario in which it failed or hung."""
         deadline, seen = time.monotonic() + limit_s(START_S), 0
-        while any(process.returncode is None for process in self._processes):
-            time.sleep(0.05)
+        while self.work:
+            time.sleep(0.1)
+            self.meanwhile()
             done = self._done(scenarios)
             if done > seen:
                 deadline, seen = time.monotonic() + limit_s(self._scenario_s), done
