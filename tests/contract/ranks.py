@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,24 @@ GRACE_S = 5
 """How long the second rank may take to notice that the first has failed."""
 PAIRS = 6
 """A failed scenario ends its pair of processes; so many pairs are started before the rest is given up."""
+AT_WORK = 2
+"""So many rows' pairs are at work at once: each rank waits for the other half of the time."""
 
 
 class RankError(AssertionError):
     """A scenario failed on some rank; the message holds the ranks' tracebacks."""
 
 
+def let_work(ranks: "Iterable[RankRuns]") -> None:
+    """Let the first of these go to work that have not yet, while this process does other things."""
+    ranks = list(ranks)
+    idle = AT_WORK - sum(one.works for one in ranks)
+    for one in ranks:
+        idle -= idle > 0 and one.begin()
+
+
 class RankRuns:
-    """Runs `scenarios` under a row on two ranks, from `begin` on, or the first question for a record.
+    """Runs `scenarios` under a row on two ranks, from `begin` on, or from the first question for a record on.
 
     Attributes:
         worker: the module of one rank.
@@ -43,15 +53,15 @@ class RankRuns:
         self._results: dict[str, list[Any]] | None = None
         self._processes: list[Warm] = []
         self._logs: list[Path] = []
-        self.meanwhile: Callable[[], None] = lambda: None
+        self.meanwhile: Callable[[], object] = lambda: None
 
     @property
-    def work(self) -> bool:
+    def works(self) -> bool:
         """Whether a pair of processes is at work."""
         return any(process.returncode is None for process in self._processes)
 
     def begin(self) -> bool:
-        """Let a first pair go to work while this process does other things; whether it had not begun before."""
+        """Start a first pair, unless there was one, and say so."""
         if self._results is not None or self._processes or not self._scenarios:
             return False
         self._start(self._scenarios, 0)
@@ -117,7 +127,7 @@ class RankRuns:
     def _watch(self, scenarios: list[str]) -> str | None:
         """Wait for the pair; return the scenario in which it failed or hung."""
         deadline, seen = time.monotonic() + limit_s(START_S), 0
-        while self.work:
+        while self.works:
             time.sleep(0.1)
             self.meanwhile()
             done = self._done(scenarios)

@@ -3,13 +3,10 @@
 from pathlib import Path
 
 from contract.bench import run
-from contract.ranks import RankRuns
+from contract.ranks import RankRuns, let_work
 from contract.record import Record
 from contract.rows import PLAIN, STRATEGIES, Row
 from contract.scenarios import SCENARIOS
-
-AT_WORK = 2
-"""So many pairs of ranks are at work at once: each rank waits for the other half of the time."""
 
 
 class Runs:
@@ -47,10 +44,7 @@ class Runs:
     def _begin(self, asked: Row) -> None:
         """Let ranks go to work that are asked for later, of the rows that run in this process with `asked`."""
         share = [row for row in (PLAIN["ddp"], *STRATEGIES) if (row.plain == "ddp") == (asked.plain == "ddp")]
-        ranks = [self._on_ranks(row) for row in share if row.on_ranks and row.name in self._chosen]
-        idle = AT_WORK - sum(runs.work for runs in ranks)
-        for runs in ranks:
-            idle -= idle > 0 and runs.begin()
+        let_work(self._on_ranks(row) for row in share if row.on_ranks and row.name in self._chosen)
 
     def stop(self) -> None:
         """End worker processes that are still there."""

@@ -4,7 +4,7 @@
 """
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ from contract.random_models.check import check
 from contract.random_models.generator import generate
 from contract.random_models.mechanisms import BARE, Mechanism
 from contract.random_models.run import Outcome, describe, report, run
-from contract.random_models.several_ranks import ON_RANKS, run_on_ranks
+from contract.random_models.several_ranks import ON_RANKS, Pair
 from contract.random_models.strategies import LIGHTNING
 from contract.random_models.training import Way
+from contract.ranks import let_work
 
 COUNT = int(os.environ.get("RETIME_RANDOM", "100"))
 START = int(os.environ.get("RETIME_RANDOM_START", "0"))
@@ -62,6 +63,24 @@ def long(mechanism: Mechanism, seeds: range) -> list[pytest.MarkDecorator]:
     return [pytest.mark.long] if seeds[0] >= START + -(-SOON // mechanism.every) else []
 
 
+@pytest.fixture(scope="module", autouse=True)
+def pairs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, range], Pair]]:
+    """What is checked on ranks, by mechanism and seeds: two at work at once, and beside this process's own seeds."""
+    pairs = {}
+    for item in request.session.items:
+        if getattr(item, "originalname", "") == test_trains_as_ddp.__name__:
+            mechanism, seeds = item.callspec.params["mechanism"], item.callspec.params["seeds"]
+            pairs[mechanism.name, seeds] = Pair(mechanism, seeds, tmp_path_factory.mktemp(mechanism.name))
+    for pair in pairs.values():
+        pair.meanwhile = lambda: let_work(pairs.values())
+    let_work(pairs.values())
+    yield pairs
+    for pair in pairs.values():
+        pair.stop()
+
+
 @pytest.mark.parametrize(
     ("name", "seeds"),
     [
@@ -85,8 +104,8 @@ def test_trains_as_plain_torch(name: str, seeds: range) -> None:
         for seeds in first_and_rest(mechanism)
     ],
 )
-def test_trains_as_ddp(mechanism: Mechanism, seeds: range, tmp_path: Path) -> None:
-    assert_clean(mechanism, run_on_ranks(mechanism, seeds, tmp_path))
+def test_trains_as_ddp(mechanism: Mechanism, seeds: range, pairs: dict[tuple[str, range], Pair]) -> None:
+    assert_clean(mechanism, pairs[mechanism.name, seeds].run())
 
 
 def test_a_loop_that_clips_clips_what_no_optimizer_has_too() -> None:

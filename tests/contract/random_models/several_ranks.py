@@ -142,25 +142,23 @@ ON_RANKS = [
 ]
 
 
-class _Pair(RankRuns):
+class Pair(RankRuns):
     """Two processes of `contract.random_models.worker`, started again where they hang or die."""
 
     worker = "contract.random_models.worker"
 
-    def run(self) -> dict[str, list[Any]]:
+    def __init__(self, mechanism: Mechanism, seeds: Iterable[int], folder: Path) -> None:
+        super().__init__(mechanism.name, [str(seed) for seed in seeds], folder, SEED_S)
+
+    def run(self) -> Outcome:
+        """As `run.run`, on two ranks; a seed in which a rank hangs or dies is a failure too."""
         results: dict[str, list[Any]] = {}
         self._run_all(results)
-        return results
-
-
-def run_on_ranks(mechanism: Mechanism, seeds: Iterable[int], folder: Path) -> Outcome:
-    """As `run.run`, on two ranks; a seed in which a rank hangs or dies is a failure too."""
-    names = [str(seed) for seed in seeds]
-    results = _Pair(mechanism.name, names, folder, SEED_S).run()
-    outcome = Outcome()
-    for name in names:
-        outcome.add(int(name), _together(results.get(name, ["not run: too many pairs of processes had failed before"])))
-    return outcome
+        outcome = Outcome()
+        for name in self._scenarios:
+            lost = ["not run: too many pairs of processes had failed before"]
+            outcome.add(int(name), _together(results.get(name, lost)))
+        return outcome
 
 
 def _together(results: list[Any]) -> Verdict:
