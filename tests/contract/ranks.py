@@ -57,15 +57,14 @@ class RankRuns:
 
     @property
     def works(self) -> bool:
-        """Whether a pair of processes is at work."""
         return any(process.returncode is None for process in self._processes)
 
     def begin(self) -> bool:
-        """Start a first pair, unless there was one, and say so."""
-        if self._results is not None or self._processes or not self._scenarios:
-            return False
-        self._start(self._scenarios, 0)
-        return True
+        """Start a first pair, unless there was one or there is nothing to run, and say so."""
+        first = bool(self._scenarios) and not self._logs
+        if first:
+            self._start(self._scenarios, 0)
+        return first
 
     def records(self, scenario: str) -> list[Record]:
         """The scenario's records by rank."""

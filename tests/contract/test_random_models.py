@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +14,9 @@ from contract.random_models.check import check
 from contract.random_models.generator import generate
 from contract.random_models.mechanisms import BARE, Mechanism
 from contract.random_models.run import Outcome, describe, report, run
-from contract.random_models.several_ranks import ON_RANKS, Pair
+from contract.random_models.several_ranks import ON_RANKS, Pair, run_pairs
 from contract.random_models.strategies import LIGHTNING
 from contract.random_models.training import Way
-from contract.ranks import let_work
 
 COUNT = int(os.environ.get("RETIME_RANDOM", "100"))
 START = int(os.environ.get("RETIME_RANDOM_START", "0"))
@@ -52,33 +51,15 @@ def chunks(mechanism: Mechanism) -> list[range]:
     return [range(first, min(first + CHUNK, end)) for first in range(START, end, CHUNK)]
 
 
-def first_and_rest(mechanism: Mechanism) -> list[range]:
+def first_and_rest(mechanism: Mechanism) -> tuple[range, range]:
     """Those of `make test`, and all others: ranks take long to start."""
     end, soon = START + -(-COUNT // mechanism.every), START + -(-SOON_ON_RANKS // mechanism.every)
-    return [seeds for seeds in (range(START, min(soon, end)), range(soon, end)) if seeds]
+    return range(START, min(soon, end)), range(soon, end)
 
 
 def long(mechanism: Mechanism, seeds: range) -> list[pytest.MarkDecorator]:
     """Mark what `make test` leaves to `make test-all`."""
     return [pytest.mark.long] if seeds[0] >= START + -(-SOON // mechanism.every) else []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pairs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[tuple[str, range], Pair]]:
-    """What is checked on ranks, by mechanism and seeds: two at work at once, and beside this process's own seeds."""
-    pairs = {}
-    for item in request.session.items:
-        if getattr(item, "originalname", "") == test_trains_as_ddp.__name__:
-            mechanism, seeds = item.callspec.params["mechanism"], item.callspec.params["seeds"]
-            pairs[mechanism.name, seeds] = Pair(mechanism, seeds, tmp_path_factory.mktemp(mechanism.name))
-    for pair in pairs.values():
-        pair.meanwhile = lambda: let_work(pairs.values())
-    let_work(pairs.values())
-    yield pairs
-    for pair in pairs.values():
-        pair.stop()
 
 
 @pytest.mark.parametrize(
@@ -94,18 +75,13 @@ def test_trains_as_plain_torch(name: str, seeds: range) -> None:
     assert_clean(HERE[name], run(HERE[name], seeds))
 
 
-@pytest.mark.timeout(120 + 5 * COUNT)
-@pytest.mark.parametrize(
-    ("mechanism", "seeds"),
-    [
-        pytest.param(mechanism, seeds, id=f"{mechanism.name}-{seeds[0]}", marks=long(mechanism, seeds))
-        for mechanism in ON_RANKS
-        if mechanism.name in CLEAN
-        for seeds in first_and_rest(mechanism)
-    ],
-)
-def test_trains_as_ddp(mechanism: Mechanism, seeds: range, pairs: dict[tuple[str, range], Pair]) -> None:
-    assert_clean(mechanism, pairs[mechanism.name, seeds].run())
+@pytest.mark.timeout(4 * (120 + 5 * COUNT))
+@pytest.mark.parametrize("later", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_trains_as_ddp(later: bool, tmp_path: Path) -> None:
+    mechanisms = [mechanism for mechanism in ON_RANKS if mechanism.name in CLEAN]
+    pairs = [Pair(one, first_and_rest(one)[later], tmp_path / one.name) for one in mechanisms]
+    for mechanism, outcome in zip(mechanisms, run_pairs(pairs), strict=True):
+        assert_clean(mechanism, outcome)
 
 
 def test_a_loop_that_clips_clips_what_no_optimizer_has_too() -> None:

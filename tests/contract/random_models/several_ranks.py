@@ -19,7 +19,7 @@ from contract.random_models.pipelines import PIPELINE
 from contract.random_models.run import Outcome
 from contract.random_models.spec import Spec
 from contract.random_models.training import Order, Way, as_given
-from contract.ranks import WORLD_SIZE, RankRuns
+from contract.ranks import WORLD_SIZE, RankRuns, let_work
 from contract.rows import STRATEGIES
 from retime.strategies import CPUAccumulateStrategy, FusedOptimizerDDPStrategy, MemoryBudgetDDPStrategy
 
@@ -154,11 +154,21 @@ class Pair(RankRuns):
         """As `run.run`, on two ranks; a seed in which a rank hangs or dies is a failure too."""
         results: dict[str, list[Any]] = {}
         self._run_all(results)
-        outcome = Outcome()
+        outcome, lost = Outcome(), ["not run: too many pairs of processes had failed before"]
         for name in self._scenarios:
-            lost = ["not run: too many pairs of processes had failed before"]
             outcome.add(int(name), _together(results.get(name, lost)))
         return outcome
+
+
+def run_pairs(pairs: list[Pair]) -> list[Outcome]:
+    """The outcome of each; two pairs are at work at once."""
+    try:
+        for pair in pairs:
+            pair.meanwhile = lambda: let_work(pairs)
+        return [pair.run() for pair in pairs]
+    finally:
+        for pair in pairs:
+            pair.stop()
 
 
 def _together(results: list[Any]) -> Verdict:

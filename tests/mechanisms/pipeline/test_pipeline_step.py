@@ -42,7 +42,8 @@ SAME: dict[str, list[Case]] = {
 """What ranks train is what one device trains; each case prints so, as its last line."""
 OF_TRANSFORMERS: dict[str, list[Case]] = {
     "unmodified_models": [(2, "gradients|gpt2,bert,llama,gpt2_checkpointed|ooo2|1")],
-    "means_over_labels_that_are_not_padding": [(2, "padded|between,bert,llama")],  # the first batch has none of it
+    # the first batch has none of it
+    "means_over_labels_that_are_not_padding": [(2, "padded|between,bert|1f1b"), (2, "padded|between,llama|ooo2")],
     "batches_of_other_shapes": [(2, "shapes")],
 }
 LATER_SAME: dict[str, list[Case]] = {
@@ -61,7 +62,7 @@ LATER_SAME: dict[str, list[Case]] = {
         (2, "gradients|checkpointed,segments|ooo2,zbv,1f1b|1"),
         (4, "gradients|checkpointed|ooo2|1"),
     ],
-    "means_over_labels_of_a_third_transformer": [(2, "padded|gpt2")],
+    "means_over_labels_of_a_third_transformer": [(2, "padded|gpt2|ooo2")],
 }
 """Left to `make test-all`."""
 OTHERS: list[Case] = [(4, "memory"), (2, "splits"), (4, "hollow|sequential"), (2, "counted"), (2, "parts")]
