@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,28 @@ GRACE_S = 5
 """How long the second rank may take to notice that the first has failed."""
 PAIRS = 6
 """A failed scenario ends its pair of processes; so many pairs are started before the rest is given up."""
+AT_WORK = 2
+"""So many rows' pairs are at work at once: each rank waits for the other half of the time."""
 
 
 class RankError(AssertionError):
     """A scenario failed on some rank; the message holds the ranks' tracebacks."""
 
 
+def let_work(ranks: "Iterable[RankRuns]") -> None:
+    """Let the first of these go to work that have not yet, while this process does other things."""
+    ranks = list(ranks)
+    idle = AT_WORK - sum(one.works for one in ranks)
+    for one in ranks:
+        idle -= idle > 0 and one.begin()
+
+
 class RankRuns:
-    """Runs `scenarios` under a row on two ranks, at the first question for a record.
+    """Runs `scenarios` under a row on two ranks, from `begin` on, or from the first question for a record on.
 
     Attributes:
         worker: the module of one rank.
+        meanwhile: is called again and again while these ranks are waited for.
     """
 
     worker = "contract.worker"
@@ -40,6 +52,19 @@ class RankRuns:
         self._row, self._scenarios, self._folder, self._scenario_s = row, scenarios, folder, scenario_s
         self._results: dict[str, list[Any]] | None = None
         self._processes: list[Warm] = []
+        self._logs: list[Path] = []
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    @property
+    def works(self) -> bool:
+        return any(process.returncode is None for process in self._processes)
+
+    def begin(self) -> bool:
+        """Start a first pair, unless there was one or there is nothing to run, and say so."""
+        first = bool(self._scenarios) and not self._logs
+        if first:
+            self._start(self._scenarios, 0)
+        return first
 
     def records(self, scenario: str) -> list[Record]:
         """The scenario's records by rank."""
@@ -62,27 +87,28 @@ class RankRuns:
         self._processes = []
 
     def _run_all(self, results: dict[str, list[Any]]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         left = list(self._scenarios)
         for attempt in range(PAIRS):
             if not left:
                 return
-            logs = [self._folder / f"{attempt}.{rank}.log" for rank in range(WORLD_SIZE)]
             try:
-                self._start(left, logs)
+                if not self._processes:  # else they have begun
+                    self._start(left, attempt)
                 failure = self._watch(left)
             finally:
                 self.stop()
             for name in left:
                 paths = self._paths(name)
                 if all(path.exists() for path in paths) or name == failure:
-                    results[name] = [self._read(path, log) for path, log in zip(paths, logs, strict=True)]
+                    results[name] = [self._read(path, log) for path, log in zip(paths, self._logs, strict=True)]
             left = [name for name in left if name not in results]
 
-    def _start(self, scenarios: list[str], logs: list[Path]) -> None:
+    def _start(self, scenarios: list[str], attempt: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._logs = [self._folder / f"{attempt}.{rank}.log" for rank in range(WORLD_SIZE)]
         tests = Path(__file__).parents[1]
         port = free_port()
-        for rank, log in enumerate(logs):
+        for rank, log in enumerate(self._logs):
             environment = os.environ | {
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
@@ -100,8 +126,9 @@ class RankRuns:
     def _watch(self, scenarios: list[str]) -> str | None:
         """Wait for the pair; return the scenario in which it failed or hung."""
         deadline, seen = time.monotonic() + limit_s(START_S), 0
-        while any(process.returncode is None for process in self._processes):
-            time.sleep(0.05)
+        while self.works:
+            time.sleep(0.1)
+            self.meanwhile()
             done = self._done(scenarios)
             if done > seen:
                 deadline, seen = time.monotonic() + limit_s(self._scenario_s), done

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from contract.bench import run
-from contract.ranks import RankRuns
+from contract.ranks import RankRuns, let_work
 from contract.record import Record
-from contract.rows import Row
+from contract.rows import PLAIN, STRATEGIES, Row
 from contract.scenarios import SCENARIOS
 
 
@@ -24,6 +24,7 @@ class Runs:
 
     def of(self, row: Row, scenario: str) -> list[Record]:
         """One record for each rank; raises what the run raised."""
+        self._begin(row)
         if row.on_ranks:
             return self._on_ranks(row).records(scenario)
         folder = self._folder / row.name / scenario
@@ -37,7 +38,13 @@ class Runs:
         if row.name not in self._ranks:
             names = [name for name in SCENARIOS if name in self._chosen[row.name] - row.cannot.keys()]
             self._ranks[row.name] = RankRuns(row.name, names, self._folder / row.name)
+            self._ranks[row.name].meanwhile = lambda: self._begin(row)
         return self._ranks[row.name]
+
+    def _begin(self, asked: Row) -> None:
+        """Let ranks go to work that are asked for later, of the rows that run in this process with `asked`."""
+        share = [row for row in (PLAIN["ddp"], *STRATEGIES) if (row.plain == "ddp") == (asked.plain == "ddp")]
+        let_work(self._on_ranks(row) for row in share if row.on_ranks and row.name in self._chosen)
 
     def stop(self) -> None:
         """End worker processes that are still there."""

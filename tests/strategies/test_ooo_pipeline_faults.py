@@ -15,7 +15,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("how", FAULTS)
+@pytest.mark.parametrize("how", [pytest.param("gathers", marks=pytest.mark.long), "writes", "raises"])
 def test_the_other_rank_ends_with_its_name(how: str, tmp_path: Path) -> None:
     ranks = run_two_ranks("pipeline_faults.py", how, str(tmp_path), timeout_s=60)
     other, said = FAULTS[how]

@@ -212,15 +212,9 @@ def shapes() -> None:
     print("same")
 
 
-def padded() -> None:
+def padded(names: str, schedules: str) -> None:
     """A mean over labels that are not padding, of which micro-batches have unlike numbers behind the first batch."""
-    for name, schedule in (
-        ("between", "1f1b"),
-        ("between", "ooo2"),
-        ("gpt2", "ooo2"),
-        ("bert", "1f1b"),
-        ("llama", "ooo2"),
-    ):
+    for name, schedule in itertools.product(names.split(","), schedules.split(",")):
         model, _, batch = made(name, torch.float64)
         reference, _, _ = made(name, torch.float64)
         tokens = batch[0] if name == "between" else batch["tokens"]

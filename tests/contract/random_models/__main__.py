@@ -10,7 +10,7 @@ import torch
 
 from contract.random_models.mechanisms import BARE
 from contract.random_models.run import MINIMISED, describe, run
-from contract.random_models.several_ranks import ON_RANKS, run_on_ranks
+from contract.random_models.several_ranks import ON_RANKS, Pair
 from contract.random_models.strategies import LIGHTNING
 
 ALL = {mechanism.name: mechanism for mechanism in [*BARE, *LIGHTNING, *ON_RANKS]}
@@ -30,7 +30,7 @@ def main() -> int:
         seeds = range(chosen.start, chosen.start + chosen.count)
         if not ALL[name].here:
             with TemporaryDirectory() as folder:
-                outcome = run_on_ranks(ALL[name], seeds, Path(folder) / name)
+                outcome = Pair(ALL[name], seeds, Path(folder) / name).run()
         else:
             outcome = run(ALL[name], seeds)
         failed += len(outcome.failures)

@@ -19,7 +19,7 @@ from contract.random_models.pipelines import PIPELINE
 from contract.random_models.run import Outcome
 from contract.random_models.spec import Spec
 from contract.random_models.training import Order, Way, as_given
-from contract.ranks import WORLD_SIZE, RankRuns
+from contract.ranks import WORLD_SIZE, RankRuns, let_work
 from contract.rows import STRATEGIES
 from retime.strategies import CPUAccumulateStrategy, FusedOptimizerDDPStrategy, MemoryBudgetDDPStrategy
 
@@ -142,25 +142,33 @@ ON_RANKS = [
 ]
 
 
-class _Pair(RankRuns):
+class Pair(RankRuns):
     """Two processes of `contract.random_models.worker`, started again where they hang or die."""
 
     worker = "contract.random_models.worker"
 
-    def run(self) -> dict[str, list[Any]]:
+    def __init__(self, mechanism: Mechanism, seeds: Iterable[int], folder: Path) -> None:
+        super().__init__(mechanism.name, [str(seed) for seed in seeds], folder, SEED_S)
+
+    def run(self) -> Outcome:
+        """As `run.run`, on two ranks; a seed in which a rank hangs or dies is a failure too."""
         results: dict[str, list[Any]] = {}
         self._run_all(results)
-        return results
+        outcome, lost = Outcome(), ["not run: too many pairs of processes had failed before"]
+        for name in self._scenarios:
+            outcome.add(int(name), _together(results.get(name, lost)))
+        return outcome
 
 
-def run_on_ranks(mechanism: Mechanism, seeds: Iterable[int], folder: Path) -> Outcome:
-    """As `run.run`, on two ranks; a seed in which a rank hangs or dies is a failure too."""
-    names = [str(seed) for seed in seeds]
-    results = _Pair(mechanism.name, names, folder, SEED_S).run()
-    outcome = Outcome()
-    for name in names:
-        outcome.add(int(name), _together(results.get(name, ["not run: too many pairs of processes had failed before"])))
-    return outcome
+def run_pairs(pairs: list[Pair]) -> list[Outcome]:
+    """The outcome of each; two pairs are at work at once."""
+    try:
+        for pair in pairs:
+            pair.meanwhile = lambda: let_work(pairs)
+        return [pair.run() for pair in pairs]
+    finally:
+        for pair in pairs:
+            pair.stop()
 
 
 def _together(results: list[Any]) -> Verdict:

@@ -67,7 +67,7 @@ def test_a_fit_reports_what_a_rank_holds_and_ends_with_the_whole_state() -> None
     assert max(mine, other) < 0.6 * whole
 
 
-@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_rank_that_is_lost_in_its_update_ends_the_others_fit(killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if killed:
         monkeypatch.setenv("RETIME_TEST_KILL", "1")

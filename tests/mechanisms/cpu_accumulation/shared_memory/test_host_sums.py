@@ -43,7 +43,8 @@ def test_a_killed_rank_ends_the_others_sums(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("when", "reason"), [("forward", "ended"), ("backward", "ended"), ("raises", "failed or ended")]
+    ("when", "reason"),
+    [pytest.param("forward", "ended", marks=pytest.mark.long), ("backward", "ended"), ("raises", "failed or ended")],
 )
 def test_a_fit_in_which_a_rank_is_lost_ends_with_its_name(when: str, reason: str) -> None:
     first, second = run_ranks(2, WORKER, f"fit_dies|{when}")
