@@ -338,9 +338,9 @@ class Machines(Breakdown):
             ("x", "backward-fusion speedup", ratio(point, "baseline", backward)),
         )
         return [
-            Comparison(Claim(PAPER, "Table 2", unit, value, f"{machine}, {what}"), speedup)
+            Comparison(Claim(PAPER, "Table 2", unit, value, f"{machine}, {what}"), spread)
             for machine, row in paper("fusion").tables["table-2"].items()
-            for value, (unit, what, speedup) in zip(row, ours, strict=True)
+            for value, (unit, what, spread) in zip(row, ours, strict=True)
         ]
 
     def draw(self, result: Result, path: Path) -> None:
