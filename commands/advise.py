@@ -84,9 +84,9 @@ class Setting:
     kept_heap: bool
 
     def __str__(self) -> str:
-        said = [f"{self.threads} thread{'s' if self.threads > 1 else ''}"]
-        said += ["fused=True"] if self.fused else []
-        return ", ".join([*said, *(["heap kept"] if self.kept_heap else [])])
+        parts = [f"{self.threads} thread{'s' if self.threads > 1 else ''}"]
+        parts += ["fused=True"] if self.fused else []
+        return ", ".join([*parts, *(["heap kept"] if self.kept_heap else [])])
 
 
 @dataclass
@@ -260,16 +260,16 @@ def _checked(options: argparse.Namespace, cores: int) -> Advice:
 
 
 def _trainer_options(given: Sequence[str]) -> dict[str, Any]:
-    found = {}
+    options = {}
     for word in given:
         name, equals, value = word.partition("=")
         if not equals or name not in inspect.signature(Trainer).parameters or name in _OURS:
             raise ValueError(f"--trainer {word}: write an argument of Trainer as gradient_clip_val=1.0; not {_OURS}")
         try:
-            found[name] = ast.literal_eval(value)
+            options[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
-            found[name] = value
-    return found
+            options[name] = value
+    return options
 
 
 class _Measuring:

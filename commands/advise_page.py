@@ -171,8 +171,8 @@ def write(file: Path, whole: Whole, spans: dict[str, list[Any]]) -> None:
         write_page(file, {}, title=title, above="<p>Nothing was measured yet.</p>")
         return
     facts = "".join(f"<li>{escape(name)}: {escape(what)}</li>" for name, what in _plain(whole))
-    said = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in advice(whole))
-    above = f"<style>{_STYLE}</style><p>{escape(_title(whole))}</p><ul>{facts}</ul>{said}"
+    paragraphs = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in advice(whole))
+    above = f"<style>{_STYLE}</style><p>{escape(_title(whole))}</p><ul>{facts}</ul>{paragraphs}"
     below = f"<h2>All methods</h2>{_table(whole)}<script>{_SCRIPT}</script>"
     charts = {"The step before and after, as main threads see it": phases} if phases else {}
     write_page(file, charts, title=title, above=f"{above}<pre>{escape(paste(whole))}</pre>", below=below)
@@ -185,10 +185,10 @@ def _table(whole: Whole) -> str:
     for row in whole["methods"]:
         gain, *others = _cells(row)
         key = row["gain"]["median"] if row["gain"] else 0
-        said = "<br>".join(escape(one) for one in dict.fromkeys([row["why"], *row["notes"]]) if one)
+        notes = "<br>".join(escape(one) for one in dict.fromkeys([row["why"], *row["notes"]]) if one)
         cells = "".join(f"<td>{escape(one)}</td>" for one in (row["over"], *others))
         first = f'<td>{escape(row["name"])}</td><td data-key="{key:.4f}">{gain}</td>'
-        rows.append(f'<tr class="{row["verdict"].split()[0]}">{first}{cells}<td>{said}</td></tr>')
+        rows.append(f'<tr class="{row["verdict"].split()[0]}">{first}{cells}<td>{notes}</td></tr>')
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 

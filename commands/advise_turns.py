@@ -176,11 +176,11 @@ def judged(gain: Spread) -> str:
     return FASTER if least > 1 else SLOWER if most < 1 else UNDECIDED
 
 
-def notes_of(said: Sequence[tuple[str, str]]) -> list[str]:
+def notes_of(messages: Sequence[tuple[str, str]]) -> list[str]:
     """The texts of a method's warnings, those of differences first."""
-    return [text for kind in ("DifferenceWarning", "NoEffectWarning") for one, text in said if one == kind]
+    return [text for kind in ("DifferenceWarning", "NoEffectWarning") for one, text in messages if one == kind]
 
 
-def no_effect(said: Sequence[tuple[str, str]]) -> str:
+def no_effect(messages: Sequence[tuple[str, str]]) -> str:
     """Why a method did nothing in these steps, in its own words; "" where it did something."""
-    return next((text for text in notes_of(said) if _HAS_NO_EFFECT.search(text)), "")
+    return next((text for text in notes_of(messages) if _HAS_NO_EFFECT.search(text)), "")

@@ -70,15 +70,15 @@ class Method:
 
     def trainer(self, devices: int, more: dict[str, Any]) -> str:
         """The line that gives it to a Trainer, which has more arguments."""
-        said = []
+        parts = []
         if self.strategy != "auto":
             named = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-            made = f"retime.{self.strategy}({named})"
-            said.append(f"strategy={made if self.strategy[0].isupper() else repr(self.strategy)}")
-        said += [f"devices={devices}"] if self.ranks else []
-        said += [f"callbacks=[retime.{self.callback}()]"] if self.callback else []
-        said += [f"{name}={value!r}" for name, value in more.items()]
-        return f"Trainer({', '.join(said)})"
+            strategy = f"retime.{self.strategy}({named})"
+            parts.append(f"strategy={strategy if self.strategy[0].isupper() else repr(self.strategy)}")
+        parts += [f"devices={devices}"] if self.ranks else []
+        parts += [f"callbacks=[retime.{self.callback}()]"] if self.callback else []
+        parts += [f"{name}={value!r}" for name, value in more.items()]
+        return f"Trainer({', '.join(parts)})"
 
     def options(self) -> dict[str, Any]:
         """The Trainer's arguments."""
@@ -194,7 +194,7 @@ class Turns(Callback):
 
     Args:
         before_bytes: resident before training, without the model and the batch.
-        said: texts of the package's warnings, filled while training goes on.
+        record: texts of the package's warnings, filled while training goes on.
         facts: go with the first answer.
         callbacks: of the method; the first has its report, else the strategy.
         of_report: what else of that report goes with each answer.
@@ -203,12 +203,12 @@ class Turns(Callback):
     def __init__(
         self,
         before_bytes: int,
-        said: list[tuple[str, str]],
+        record: list[tuple[str, str]],
         facts: dict[str, Any],
         callbacks: list[Any],
         of_report: Callable[[Any], dict[str, Any]],
     ) -> None:
-        self._before_bytes, self._said, self._facts, self._callbacks = before_bytes, said, facts, callbacks
+        self._before_bytes, self._said, self._facts, self._callbacks = before_bytes, record, facts, callbacks
         self._of_report = of_report
         self._steps, self._ms, self._began = FIRST_STEPS, list[float](), 0.0
         self._spans: list[Any] = []
@@ -333,11 +333,11 @@ def fit_in_turns(
     """
     tensors = [one for one in tree_leaves(list(batches)) if isinstance(one, torch.Tensor)]
     own_bytes = strided_bytes([*module.parameters(), *module.buffers(), *tensors])
-    said: list[tuple[str, str]] = []
+    record: list[tuple[str, str]] = []
     with warnings.catch_warnings():
-        _listen(said)
+        _listen(record)
         options = {**method.options(), **trainer}
-        turns = Turns(psutil.Process().memory_info().rss - own_bytes, said, facts, [*options["callbacks"]], of_report)
+        turns = Turns(psutil.Process().memory_info().rss - own_bytes, record, facts, [*options["callbacks"]], of_report)
         options["callbacks"].append(turns)
         fit = Trainer(
             accelerator="cpu", devices=devices, max_epochs=1, logger=DummyLogger(), limit_val_batches=0,
@@ -367,10 +367,10 @@ def _fit(request: dict[str, Any]) -> None:
     torch.manual_seed(0)
     given = given_by(argparse.Namespace(**request["job"]), request["words"])
     module = module_of(given)
-    made = module.configure_optimizers
+    configure = module.configure_optimizers
 
     def with_kernels() -> Any:
-        optimizers = made()
+        optimizers = configure()
         for group in (group for one in optimizers_in(optimizers) for group in one.param_groups):
             group.update(_FUSED if request["fused"] and "fused" in group else {})
         return optimizers
@@ -382,12 +382,12 @@ def _fit(request: dict[str, Any]) -> None:
         fit_in_turns(module, [given.batch], request["method"], **how)
 
 
-def _listen(said: list[tuple[str, str]]) -> None:
+def _listen(record: list[tuple[str, str]]) -> None:
     """Keep the package's own warnings; others are the user's business in training."""
 
     def keep(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if issubclass(category, NoEffectWarning | DifferenceWarning):
-            said.append((category.__name__, " ".join(str(message).split())))
+            record.append((category.__name__, " ".join(str(message).split())))
 
     warnings.simplefilter("ignore")
     for category in (NoEffectWarning, DifferenceWarning):
@@ -397,9 +397,9 @@ def _listen(said: list[tuple[str, str]]) -> None:
 
 def _facts(model: nn.Module, batch: Any) -> dict[str, Any]:
     """What the first process says about the job; it measures no method."""
-    said: list[tuple[str, str]] = []
+    record: list[tuple[str, str]] = []
     with warnings.catch_warnings():
-        _listen(said)
+        _listen(record)
         if retime.convert(model).swapped:
             retime.convert_back(model)
     try:
@@ -411,7 +411,7 @@ def _facts(model: nn.Module, batch: Any) -> dict[str, Any]:
         "is_lightning": isinstance(model, LightningModule),
         "parameters": sum(one.numel() for one in model.parameters()),
         "samples": samples,
-        "no_scan": said[0][1] if said else "",
+        "no_scan": record[0][1] if record else "",
     }
 
 

@@ -50,10 +50,10 @@ def _blocks(file: Path, overrides: Sequence[str], device: str) -> dict[str, Any]
     """The parts of a configuration that a plan needs; interpolations elsewhere in it may need a running Hydra."""
     hardware = {"name": "cuda" if device.startswith("cuda") else "cpu"}
     settings = OmegaConf.merge({"hardware": hardware}, _composed(file, overrides))
-    found = {key: OmegaConf.select(settings, key) for key in _BLOCKS}
+    blocks = {key: OmegaConf.select(settings, key) for key in _BLOCKS}
     return {
         key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        for key, value in found.items()
+        for key, value in blocks.items()
     }
 
 

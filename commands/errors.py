@@ -26,11 +26,11 @@ def one_line(error: BaseException) -> str:
 
 def _users_place(error: BaseException) -> str:
     """The innermost line that belongs neither to this package nor to an installed one; "" if there is none."""
-    found = ""
+    place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         spec = frame.f_globals.get("__spec__")  # under `python -m` it has the name that __name__ hides
         file, module = frame.f_code.co_filename, str(getattr(spec, "name", None) or frame.f_globals.get("__name__"))
         installed = "site-packages" in file or file.startswith(("<", *sysconfig.get_paths().values()))
         if not installed and not module.startswith("retime."):
-            found = f"{file}, line {line}, in {frame.f_code.co_name}"
-    return found
+            place = f"{file}, line {line}, in {frame.f_code.co_name}"
+    return place

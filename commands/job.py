@@ -128,13 +128,13 @@ def module_of(given: Given) -> LightningModule:
     return model
 
 
-def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
+def optimizers_in(result: Any) -> list[torch.optim.Optimizer]:
     """The optimizers in what a `configure_optimizers` returned."""
-    if isinstance(made, torch.optim.Optimizer):
-        return [made]
-    if isinstance(made, dict):
-        return [made["optimizer"]]
-    first = made[0] if isinstance(made, tuple | list) and made and isinstance(made[0], list | tuple) else made
+    if isinstance(result, torch.optim.Optimizer):
+        return [result]
+    if isinstance(result, dict):
+        return [result["optimizer"]]
+    first = result[0] if isinstance(result, tuple | list) and result and isinstance(result[0], list | tuple) else result
     several: Any = first or ()
     return [one for one in several if isinstance(one, torch.optim.Optimizer)]
 
@@ -169,10 +169,10 @@ def _called(reference: str, batch_size: int | None) -> tuple[nn.Module, Any]:
         raise ValueError(f"{reference} needs {', '.join(needed)}: give each a default{more}; it is called without")
     if batch_size is not None and "batch_size" not in takes:
         raise ValueError(f"--batch {batch_size}: {reference} takes no batch_size; add that argument, or drop --batch")
-    made = function(**({} if batch_size is None else {"batch_size": batch_size}))
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ValueError(f"{reference} returned a {type(made).__name__}: return (model, batch)")
-    return made
+    result = function(**({} if batch_size is None else {"batch_size": batch_size}))
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
+        raise ValueError(f"{reference} returned a {type(result).__name__}: return (model, batch)")
+    return result
 
 
 def _function(reference: str) -> Callable[..., Any]:
@@ -187,12 +187,12 @@ def _function(reference: str) -> Callable[..., Any]:
         own = [key for key, one in vars(module).items() if inspect.isfunction(one) and one.__module__ == name]
         has = f"; its functions are {', '.join(own)}" if own else ""
         raise ValueError(f"{reference}: module {name!r} has no attribute {attribute!r}{has}")
-    found = getattr(module, attribute)
-    if isinstance(found, nn.Module) or not callable(found):
-        raise ValueError(f"{reference} is a {type(found).__name__}: {_FORM}")
-    if isinstance(found, type) and issubclass(found, nn.Module):
+    function = getattr(module, attribute)
+    if isinstance(function, nn.Module) or not callable(function):
+        raise ValueError(f"{reference} is a {type(function).__name__}: {_FORM}")
+    if isinstance(function, type) and issubclass(function, nn.Module):
         raise ValueError(f"{reference} is a class of modules: {_FORM}")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> Given:
@@ -226,12 +226,12 @@ def _named_optimizer(options: argparse.Namespace) -> Make | None:
         return None
     module, _, name = options.optimizer.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name) if module else None
+        optimizer = getattr(importlib.import_module(module), name) if module else None
     except (ImportError, AttributeError):
-        found = None
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        optimizer = None
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ValueError(f"--optimizer {options.optimizer}: there is no such class; write one as torch.optim.AdamW")
-    kind: Any = found
+    kind: Any = optimizer
     return lambda parameters: kind(list(parameters), lr=0.01)
 
 

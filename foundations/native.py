@@ -213,8 +213,8 @@ class Source:
                 f"{self.what} cannot be compiled: {error}; install a C++ compiler, or name it in CXX"
             ) from error
         if run.returncode or not target.is_file():
-            said = run.stderr[-500:].strip() or f"it made nothing, and ended with {run.returncode}"
-            raise NoLibraryError(f"{self.what} cannot be compiled by {compiler[0]}: {said}; name another one in CXX")
+            reason = run.stderr[-500:].strip() or f"it made nothing, and ended with {run.returncode}"
+            raise NoLibraryError(f"{self.what} cannot be compiled by {compiler[0]}: {reason}; name another one in CXX")
 
 
 def _cache_home() -> Path:

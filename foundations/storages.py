@@ -38,15 +38,15 @@ def has_storage(tensor: Tensor) -> bool:
 
 def tensors_in(tree: object) -> list[Tensor]:
     """All tensors of a batch, a state or an optimizer, however nested, also in attributes of objects that hold some."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     layer: list[object] = [tree]
     for _ in range(_LAYERS):
         leaves = [leaf for leaf in tree_leaves(layer) if not isinstance(leaf, _NO_TENSORS)]
-        found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        layer = [held for leaf in leaves if not isinstance(leaf, Tensor) for held in _held_by(leaf)]
+        tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        layer = [member for leaf in leaves if not isinstance(leaf, Tensor) for member in _held_by(leaf)]
         if not layer:
             break
-    return found
+    return tensors
 
 
 def _held_by(leaf: object) -> list[object]:

@@ -219,11 +219,11 @@ def keep_heap() -> None:
 
 def free_port() -> int:
     """A TCP port for ranks to meet at, which a socket that never listens keeps from others until they have met."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a store sets it too, and may listen beside
-    held.bind(("127.0.0.1", 0))
-    port = int(held.getsockname()[1])
-    _held_ports.append(held.detach())
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a store sets it too, and may listen beside
+    sock.bind(("127.0.0.1", 0))
+    port = int(sock.getsockname()[1])
+    _held_ports.append(sock.detach())
     if len(_held_ports) > _PORTS:
         os.close(_held_ports.pop(0))
     return port

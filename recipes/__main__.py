@@ -123,8 +123,8 @@ def _list_all(start: Any) -> bool:
     sys.argv[place] = f"experiment={','.join(names)}"
     console.print(table)
     if disturbing:
-        said = f"This machine is not quiet, so that times will vary: {', '.join(disturbing)}"
-        console.print(said, style="yellow", markup=False, soft_wrap=True)
+        warning = f"This machine is not quiet, so that times will vary: {', '.join(disturbing)}"
+        console.print(warning, style="yellow", markup=False, soft_wrap=True)
     return True
 
 

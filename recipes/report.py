@@ -29,10 +29,10 @@ def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
     Raises:
         FileNotFoundError: there is no `result.json` there.
     """
-    found = sorted(folder.rglob(FILE))
-    if not found:
+    paths = sorted(folder.rglob(FILE))
+    if not paths:
         raise FileNotFoundError(f"no {FILE} in or under {folder}: run an experiment first, or name another folder")
-    for path in found:
+    for path in paths:
         result = load(path)
         recipe = recipe_of(result)
         text = markdown(result, recipe)
@@ -45,7 +45,7 @@ def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
             console.print(f"Table and picture: {pages}", soft_wrap=True, highlight=False)
     if not (folder / FILE).exists():
         list_results(folder)
-    return found
+    return paths
 
 
 def list_results(folder: Path) -> None:

@@ -117,10 +117,10 @@ def parse_rate(text: str) -> float:
     Raises:
         ValueError: not a number with kbit, mbit or gbit behind it, or out of range.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)", text.strip().lower())
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)", text.strip().lower())
+    if not match:
         raise ValueError(f"rate={text!r} is no link rate: write a number with kbit, mbit or gbit, as in rate=2gbit")
-    bits = float(found[1]) * _UNITS[found[2]]
+    bits = float(match[1]) * _UNITS[match[2]]
     if not LEAST <= bits <= MOST:
         raise ValueError(f"rate={text} is out of range: choose from {rate_text(LEAST)} to {rate_text(MOST)}")
     return bits

@@ -74,18 +74,18 @@ def communicate_last(schedule: Schedule, layers: Collection[int]) -> Schedule:
         names = ", ".join(lane.name for lane in schedule.lanes)
         raise ScheduleError(f"the schedule already has the lanes {names}: prioritise before split()")
     last = {task.step: task for task in schedule if task.kind is Kind.S and task.layer not in layers}
-    held: dict[int, list[Task]] = {step: [] for step in last}
+    deferred: dict[int, list[Task]] = {step: [] for step in last}
     tasks: list[Task] = []
     for task in schedule:
         if task.kind is Kind.S and task.layer in layers and task.step in last:
-            held[task.step].append(task)
+            deferred[task.step].append(task)
             if last[task.step] in tasks:  # already behind the others
-                tasks.append(held[task.step].pop())
+                tasks.append(deferred[task.step].pop())
             continue
         tasks.append(task)
         if task == last.get(task.step):
-            tasks += held[task.step]
-            held[task.step] = []
+            tasks += deferred[task.step]
+            deferred[task.step] = []
     return Schedule.sequence(tasks)
 
 

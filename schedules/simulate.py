@@ -206,14 +206,14 @@ class _Step:
 
     def tensors(self) -> list[Task]:
         """Every activation that some listed task makes or reads, as the task that would offload it."""
-        found: dict[Task, None] = {}
+        tensors: dict[Task, None] = {}
         for task in self.tasks:
             if task.kind in (Kind.F, Kind.O, Kind.W):
                 numbers = [task.layer - 1]
                 if task.kind is Kind.F or task.layer == self._last_layer:
                     numbers.append(task.layer)
-                found.update(dict.fromkeys(Task(Kind.D, t, task.micro_batch, task.step) for t in numbers))
-        return list(found)
+                tensors.update(dict.fromkeys(Task(Kind.D, t, task.micro_batch, task.step) for t in numbers))
+        return list(tensors)
 
     def activations(self, tensor: Task, size_bytes: int) -> list[Buffer]:
         """The one stay on the device of an activation, or with an offload the two."""
@@ -292,18 +292,18 @@ def _memory(
             raise ScheduleError(f"buffer {buffer.name!r} is used before it is written: check written_by and used_by")
         lives.append((born_ms, dead_ms, buffer))
 
-    made: dict[float, int] = defaultdict(int)
+    allocated: dict[float, int] = defaultdict(int)
     freed: dict[float, int] = defaultdict(int)
     momentary: dict[float, int] = defaultdict(int)  # whole life in tasks without duration: counts at that moment only
     for born_ms, dead_ms, buffer in lives:
         if born_ms == dead_ms:
             momentary[born_ms] += buffer.size_bytes
         else:
-            made[born_ms] += buffer.size_bytes
+            allocated[born_ms] += buffer.size_bytes
             freed[dead_ms] += buffer.size_bytes
     alive_bytes, curve = 0, []
-    for now_ms in sorted({*made, *freed, *momentary}):
-        alive_bytes += made[now_ms] - freed[now_ms]
+    for now_ms in sorted({*allocated, *freed, *momentary}):
+        alive_bytes += allocated[now_ms] - freed[now_ms]
         curve.append((now_ms, alive_bytes + momentary[now_ms]))
     peak_ms, peak_bytes = max(curve, key=lambda point: point[1], default=(0.0, 0))
     peak_buffers = tuple(

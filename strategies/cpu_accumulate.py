@@ -117,7 +117,7 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
 
     def _divide(self, optimizer: Optimizer, reduction: BucketReduction) -> None:
         assert isinstance(self.model, DistributedDataParallel)
-        for swapped in [known for known in self._updates if known not in self.optimizers]:
+        for swapped in [key for key in self._updates if key not in self.optimizers]:
             update = self._updates.pop(swapped)
             update.remove()
             self._updated = self._updated.beside(update.report())

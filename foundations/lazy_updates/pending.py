@@ -353,8 +353,8 @@ def is_pending(parameter: Tensor) -> bool:
 def pending_of(parameter: Tensor) -> PendingUpdate | None:
     """What waits for the next read of this parameter, if anything."""
     # another thread may settle it between two looks
-    found: PendingUpdate | None = getattr(parameter, "_retime_pending", None) if is_pending(parameter) else None
-    return found
+    update: PendingUpdate | None = getattr(parameter, "_retime_pending", None) if is_pending(parameter) else None
+    return update
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -452,11 +452,11 @@ _PICKS_A_KERNEL_BY_CLASS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, n
 
 def unwatchable_parameters(model: nn.Module) -> set[Tensor]:
     """Parameters under compiled or scripted modules: their code reads memory directly, so their updates cannot wait."""
-    found: set[Tensor] = set()
+    parameters: set[Tensor] = set()
     for module in model.modules():
         if is_compiled(module):
-            found.update(module.parameters())
-    return found
+            parameters.update(module.parameters())
+    return parameters
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -248,13 +248,13 @@ def layer_times(model: nn.Module, inputs: Tensor, repeats: int = 5) -> list[Laye
         for handle in handles:
             handle.remove()
     seen: set[int] = set()
-    found = []
+    times = []
     for name, module, given in calls:
         parameters = [p for p in module.parameters() if p.requires_grad]
         fresh = [p for p in parameters if id(p) not in seen]
         seen |= {id(p) for p in fresh}
-        found.append(_one(name, module, given, parameters, sum(p.numel() * p.element_size() for p in fresh), repeats))
-    return found
+        times.append(_one(name, module, given, parameters, sum(p.numel() * p.element_size() for p in fresh), repeats))
+    return times
 
 
 def update_ms(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer], repeats: int = 5) -> float:

@@ -163,9 +163,9 @@ class GlobalsSnapshot:
                     self._keep(cells[name], name)
             self._follow(code.co_names, function.__globals__)
 
-    def _follow(self, names: tuple[str, ...], known: dict[str, Any]) -> None:
+    def _follow(self, names: tuple[str, ...], namespace: dict[str, Any]) -> None:
         for name in names:
-            value = known.get(name)
+            value = namespace.get(name)
             if not isinstance(value, types.ModuleType):
                 if value is not None:
                     self._waiting.append(value)

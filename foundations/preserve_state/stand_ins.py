@@ -76,14 +76,14 @@ class Replacement:
 
     Args:
         convert: makes one for a parameter, a buffer, or a tensor of a batch or of an optimizer's state.
-        held: makes one for any other tensor that modules hold.
+        convert_other: makes one for any other tensor that modules hold.
 
     Attributes:
         stand_ins: all so far.
     """
 
-    def __init__(self, convert: Callable[[Tensor], Tensor], held: Callable[[Tensor], Tensor]) -> None:
-        self._convert, self._held = convert, held
+    def __init__(self, convert: Callable[[Tensor], Tensor], convert_other: Callable[[Tensor], Tensor]) -> None:
+        self._convert, self._held = convert, convert_other
         self._known: dict[int, Tensor] = {}
         self._originals: list[Tensor] = []  # their ids must stay taken
         self.stand_ins: list[Tensor] = []

@@ -163,16 +163,16 @@ def pipeline_runtime(
 
 def _asked_ahead(order: Sequence[Any], ahead: int) -> list[Any]:
     """The order with receives up to ``ahead`` computations earlier; they stay behind each other."""
-    found: list[Any] = []
+    actions: list[Any] = []
     for action in order:
-        place = len(found)
+        place = len(actions)
         if _is_receive(action):
             passed = 0
-            while place and not _is_receive(found[place - 1]) and passed + found[place - 1].is_compute_op <= ahead:
+            while place and not _is_receive(actions[place - 1]) and passed + actions[place - 1].is_compute_op <= ahead:
                 place -= 1
-                passed += found[place].is_compute_op
-        found.insert(place, action)
-    return found
+                passed += actions[place].is_compute_op
+        actions.insert(place, action)
+    return actions
 
 
 def _is_receive(action: Any) -> bool:

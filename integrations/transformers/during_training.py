@@ -94,7 +94,7 @@ class DuringTraining(Generic[_Report]):
         """Return the object for Accelerate, put on; what else is put on goes to ``self._on``."""
         raise NotImplementedError
 
-    def _ended(self, made: Removable) -> None:
+    def _ended(self, method: Removable) -> None:
         """A training is over, or has failed, and nothing of it is taken off yet."""
 
     def put_on(self) -> None:
@@ -109,13 +109,13 @@ class DuringTraining(Generic[_Report]):
 
     def take_off(self) -> None:
         """A training is over, or has failed; also called where none has begun."""
-        made, self._made = self._made, None
+        method, self._made = self._made, None
         with self._on:
-            if made is not None:
-                self._report = made.report()
+            if method is not None:
+                self._report = method.report()
                 with ExitStack() as last:
-                    last.callback(made.remove)
-                    self._ended(made)
+                    last.callback(method.remove)
+                    self._ended(method)
 
 
 class _Given(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by the type checker

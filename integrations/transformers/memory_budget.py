@@ -115,9 +115,9 @@ class MemoryBudget(DuringTraining[BudgetReports]):
         self._on.enter_context(layered_methods(trainer, compute_loss=compute_loss))
         return budget
 
-    def _ended(self, made: Removable) -> None:
-        assert isinstance(made, Budget)
-        self._plans = made.state_dict()
+    def _ended(self, method: Removable) -> None:
+        assert isinstance(method, Budget)
+        self._plans = method.state_dict()
         if self._trainer.state.global_step and not self._batches:
             warn_no_effect(
                 f"MemoryBudget had no effect: the training_step of {type(self._trainer).__name__} did not call "

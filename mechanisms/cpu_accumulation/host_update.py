@@ -354,14 +354,14 @@ class HostUpdate:
     def report(self) -> HostUpdateReport:
         """What this rank did so far, and what it holds."""
         if self.active:
-            held = sum(state_bytes(state) for state in self._optimizer.state.values())
-            alone = held - self._shared_state_bytes()
+            nbytes = sum(state_bytes(state) for state in self._optimizer.state.values())
+            alone = nbytes - self._shared_state_bytes()
             self._report = replace(
                 self._report,
                 updated_bytes=self._shares.bytes[self._ranks.rank],
                 parameter_bytes=sum(self._shares.bytes),
-                state_bytes=held,
-                whole_state_bytes=max(held, self._report.whole_state_bytes + alone),
+                state_bytes=nbytes,
+                whole_state_bytes=max(nbytes, self._report.whole_state_bytes + alone),
             )
         return self._report
 

@@ -13,9 +13,9 @@ MODES: tuple[Mode, ...] = ("backward", "forward")
 
 def check_mode(mode: str) -> Mode:
     """Return ``mode`` if it names a fusion, else raise ValueError with the choices."""
-    for known in MODES:
-        if mode == known:
-            return known
+    for choice in MODES:
+        if mode == choice:
+            return choice
     raise ValueError(f"unknown fusion mode {mode!r}: use mode='backward' or mode='forward'")
 
 

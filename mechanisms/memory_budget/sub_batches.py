@@ -94,7 +94,7 @@ class SubBatches:
             sizes = {*self.samples, sum(self.samples)}
             if self.certificate.samples and not sizes <= self.certificate.sizes:
                 compare = compare or (
-                    lambda whole, known, new: compared(step, whole, model, known, new, split=split, ghost=ghost)
+                    lambda whole, prior, new: compared(step, whole, model, prior, new, split=split, ghost=ghost)
                 )
                 self.certificate = compare(batch, self.certificate, sizes - self.certificate.sizes)
                 if not self.certificate.separable:
@@ -214,9 +214,9 @@ class PlannedBatches:
             with around():
                 return self._forward(step, part, shape, paths)
 
-        def compare(whole: Any, known: Certificate, sizes: Collection[int]) -> Certificate:
+        def compare(whole: Any, certificate: Certificate, sizes: Collection[int]) -> Certificate:
             with self._plans.room(record.batch):
-                return planner.compared(step, whole, known, sizes)
+                return planner.compared(step, whole, certificate, sizes)
 
         try:
             now = SubBatches(
@@ -277,7 +277,7 @@ class PlannedBatches:
 
     def _forget_others(self, shape: PlannedShape) -> None:
         """Offloads of plans that are used no more go."""
-        self._offloads.keep_only({known.choice.plan for known in (*self._plans.book.shapes(), shape)})
+        self._offloads.keep_only({entry.choice.plan for entry in (*self._plans.book.shapes(), shape)})
 
     def _forward(self, step: Step, part: Any, shape: PlannedShape, paths: GraphPaths) -> Any:
         with self._hooks(part, shape.choice), self._compiled.under(shape.plain):
@@ -303,14 +303,14 @@ class PlannedBatches:
         plans = self._plans
         plans.memory.begin_first_step(record.batch)
         try:
-            with plans.first.counted(record.key, record.batch, shape.samples) as found:
+            with plans.first.counted(record.key, record.batch, shape.samples) as shapes:
                 yield
         except TooMuchAllocated:
             self._uncount(self.drop())
             raise
-        for known in found:
-            plans.keep(record, known)
-        if not found:
+        for planned in shapes:
+            plans.keep(record, planned)
+        if not shapes:
             plans.offloaded_first(record)
 
     @contextmanager

@@ -307,7 +307,7 @@ class ChangedBuffers:
 
     def warn(self) -> None:
         """After the step."""
-        changed = [name for name, found in self._found().items() if found != self._before.get(name)]
+        changed = [name for name, version in self._found().items() if version != self._before.get(name)]
         if changed:
             others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             warn_difference(

@@ -351,9 +351,9 @@ class FirstBatch:
                     f"what stands between the layers and around them gives other numbers when stage {stage + 1} runs "
                     f"by itself: {self._skip(surveyed, plan) or _GOES_PAST}. {_TAKE_ALL}"
                 )
-        for said in gathered_by_all(wrong, self._place.group):
-            if said is not None:
-                raise PipelineError(said)
+        for message in gathered_by_all(wrong, self._place.group):
+            if message is not None:
+                raise PipelineError(message)
 
     def _skip(self, surveyed: Survey, plan: PipelinePlan) -> str | None:
         """Which tensor a stage does not have, if the whole step's graph shows one."""

@@ -64,8 +64,8 @@ def initial_buffers(model: nn.Module, names: Mapping[nn.Module, str], module: nn
     Raises:
         PipelineError: nobody says how they begin.
     """
-    said = _who_says(model, names, module)
-    if not said:
+    initialisers = _who_says(model, names, module)
+    if not initialisers:
         keys = ", ".join(repr(key) for key in own_buffers(module))
         raise PipelineError(
             f"buffers of {names[module]!r} ({keys}) are on the meta device, and nobody says how they begin: make them "
@@ -75,8 +75,8 @@ def initial_buffers(model: nn.Module, names: Mapping[nn.Module, str], module: nn
     with _kept_apart(own):
         for parameter in own:  # to write into
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        for say in said:
-            say(module)
+        for initialise in initialisers:
+            initialise(module)
 
 
 @contextmanager

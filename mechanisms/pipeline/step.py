@@ -494,5 +494,5 @@ class PipelineStep:
 
 def _awaited(stages: Iterable[Stage]) -> str:
     """Whose message was asked for first and has not come."""
-    waiting = [found for stage in stages for found in stage.awaited.values()]
+    waiting = [message for stage in stages for message in stage.awaited.values()]
     return min(waiting)[1] if waiting else "another rank"

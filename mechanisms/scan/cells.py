@@ -167,9 +167,9 @@ class BlockJacobians(LocalJacobians):
             start = max(1, stop - STEPS_OF_VIEWS)
             later = zip(self.scale[start:stop].unbind(0), wide[start:stop].unbind(0), strict=True)
             sooner = zip(gradients[start - 1 : stop - 1].unbind(0), flat[start - 1 : stop - 1].unbind(0), strict=True)
-            for (scale, known), (sent, found) in reversed([*zip(later, sooner, strict=True)]):
-                torch.mul(scale, known, out=product)
-                torch.addmm(sent, row, matrix, out=found)
+            for (scale, adjoint), (sent, out) in reversed([*zip(later, sooner, strict=True)]):
+                torch.mul(scale, adjoint, out=product)
+                torch.addmm(sent, row, matrix, out=out)
         torch.mul(self.scale[0], wide[0], out=product)
         return v, (row @ matrix).view(*self.batch, self.state)
 

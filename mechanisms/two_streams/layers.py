@@ -107,8 +107,8 @@ class ConvolutionKernels:
         return torch.ops.aten.convolution_backward(gradient, x, weight, sizes, *self._arguments(), mask)
 
     def output_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        found: Tensor = self._backward(gradient, x, weight, True, False, False)[0]
-        return found
+        input_gradient: Tensor = self._backward(gradient, x, weight, True, False, False)[0]
+        return input_gradient
 
     def weight_gradients(
         self, gradient: Tensor, x: Tensor, weight: Tensor, needs_weight: bool, needs_bias: bool
@@ -421,7 +421,7 @@ def split_layers(model: nn.Module, take: Take) -> tuple[list[SplitLayer], Counte
         owners.update(module.parameters(recurse=False))
         if is_compiled(module):
             compiled.update(module.modules())
-    found: list[SplitLayer] = []
+    layers: list[SplitLayer] = []
     others: Counter[str] = Counter()
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -430,10 +430,10 @@ def split_layers(model: nn.Module, take: Take) -> tuple[list[SplitLayer], Counte
         if reason is None:  # a frozen one too, as it may thaw
             names = name.split(".") if name else []
             around = [modules[".".join(names[:count])] for count in range(len(names) + 1)]
-            found.append(SplitLayer(name, module, around, take))
+            layers.append(SplitLayer(name, module, around, take))
         elif any(p.requires_grad for p in own):
             others[reason] += 1
-    return found, others
+    return layers, others
 
 
 def _why_whole(module: Any, own: list[nn.Parameter], owners: Counter[Tensor], compiled: set[nn.Module]) -> str | None:

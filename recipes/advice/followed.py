@@ -127,20 +127,20 @@ def _advice(case: dict[str, Any], seconds: float, tick: Tick, *more: str) -> dic
         command = [sys.executable, "-m", "retime.commands.main", "advise", "--config", str(config)]
         command += ["--json", str(answer), "--seconds", str(seconds), *more]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        said = []
+        lines = []
         with process:
             assert process.stderr is not None
             try:
                 for line in process.stderr:
-                    said.append(line)
+                    lines.append(line)
                     tick(line.strip().removeprefix("retime: "))
             except BaseException:
                 process.terminate()
                 raise
         if process.returncode:
-            raise RuntimeError(f"retime advise ended with status {process.returncode}: {''.join(said[-3:])}")
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return found
+            raise RuntimeError(f"retime advise ended with status {process.returncode}: {''.join(lines[-3:])}")
+        advice: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return advice
 
 
 def _way(row: dict[str, Any]) -> dict[str, Any]:

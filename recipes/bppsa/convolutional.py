@@ -171,15 +171,15 @@ def scans(point: Point) -> list[str]:
 
 def variants(start: nn.Sequential, levels: list[int | None]) -> dict[str, nn.Module]:
     """A copy of `start` to train each way."""
-    found: dict[str, nn.Module] = {PLAIN: copy.deepcopy(start), MOVED: copy.deepcopy(start)}
+    models: dict[str, nn.Module] = {PLAIN: copy.deepcopy(start), MOVED: copy.deepcopy(start)}
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for weight in found[MOVED].parameters():
+        for weight in models[MOVED].parameters():
             units = torch.randint(-1, 2, weight.shape, generator=random).to(weight)
             weight.mul_(1 + units * torch.finfo(weight.dtype).eps)
     for each in levels:
-        found[scan_name(each)] = ScanSequential.of(copy.deepcopy(start), each)
-    return found
+        models[scan_name(each)] = ScanSequential.of(copy.deepcopy(start), each)
+    return models
 
 
 def test_loss(model: nn.Module, test: Batch) -> float:
@@ -194,11 +194,11 @@ def first_difference(start: nn.Sequential, batch: Batch, levels: int | None) -> 
     """Relative difference of the first gradient from back-propagation's, in float64, on up to eight examples."""
     inputs, targets = batch[0][:8].double(), batch[1][:8]
     plain = copy.deepcopy(start).double()
-    found = []
+    gradients = []
     for model in (plain, ScanSequential.of(plain, levels)):
         parts = torch.autograd.grad(loss_of(model(inputs), targets), list(model.parameters()))
-        found.append(torch.cat([part.flatten() for part in parts]))
-    return float((found[1] - found[0]).norm() / found[0].norm())
+        gradients.append(torch.cat([part.flatten() for part in parts]))
+    return float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
 
 
 def differences(point: Point, name: str, quantity: str) -> list[float]:

@@ -46,10 +46,10 @@ class Generation(Recipe[ConvolutionalSettings]):
     def measure(self, settings: ConvolutionalSettings, at: dict[str, Any], tick: Tick) -> Measured:
         device = torch.device(settings.hardware.device)
         layer, inputs = operator(at["operator"], settings, device)
-        known = jacobian_of(layer, inputs.shape[1:], device)
-        outputs, saved = known.run(layer, inputs)
+        jacobian = jacobian_of(layer, inputs.shape[1:], device)
+        outputs, saved = jacobian.run(layer, inputs)
         calls: dict[str, tuple[Callable[[], object], float]] = {
-            VALUES: (partial(known.values, *saved), 1.0),
+            VALUES: (partial(jacobian.values, *saved), 1.0),
             ALL: (partial(transposed_jacobian, layer, inputs), 1.0),
             AUTOGRAD: (partial(autograd_columns, layer, inputs, settings.columns), outputs.numel() / settings.columns),
             NUMERICAL: (partial(numerical_columns, layer, inputs, settings.columns), inputs.numel() / settings.columns),
@@ -57,14 +57,14 @@ class Generation(Recipe[ConvolutionalSettings]):
         clock = PhaseClock(device)
         blocks = {name: partial(timed, clock, call, scale) for name, (call, scale) in calls.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
-        found = transposed_jacobian(layer, inputs)[1]
+        transposed = transposed_jacobian(layer, inputs)[1]
         facts = {
-            "transposed Jacobian": f"{found.pattern.rows} x {found.pattern.columns}",
-            "entries": found.pattern.entries,
-            "sparsity": found.pattern.sparsity,
-            "non-zeros of this image": found.without_zeros().entries,
-            "full matrix MiB": round(4 * found.pattern.rows * found.pattern.columns / 2**20, 2),
-            "CSR values MiB": round(4 * found.pattern.entries / 2**20, 2),
+            "transposed Jacobian": f"{transposed.pattern.rows} x {transposed.pattern.columns}",
+            "entries": transposed.pattern.entries,
+            "sparsity": transposed.pattern.sparsity,
+            "non-zeros of this image": transposed.without_zeros().entries,
+            "full matrix MiB": round(4 * transposed.pattern.rows * transposed.pattern.columns / 2**20, 2),
+            "CSR values MiB": round(4 * transposed.pattern.entries / 2**20, 2),
             "columns that the baselines computed": settings.columns,
             "largest difference from autograd's columns": largest_difference(layer, inputs, settings.columns),
         }
@@ -169,12 +169,12 @@ def numerical_columns(layer: nn.Module, inputs: Tensor, count: int) -> Tensor:
 
 def largest_difference(layer: nn.Module, inputs: Tensor, count: int) -> float:
     """The most by which our Jacobian differs from autograd's in the columns that `some` names."""
-    outputs, found = transposed_jacobian(layer, inputs)
+    outputs, jacobian = transposed_jacobian(layer, inputs)
     wanted = autograd_columns(layer, inputs, count)
     ours = torch.zeros_like(wanted)
     for index, number in enumerate(some(count, outputs.numel())):
-        here = found.pattern.indices == number
-        ours[found.pattern.row_of[here], index] = found.values[here, 0].detach()
+        here = jacobian.pattern.indices == number
+        ours[jacobian.pattern.row_of[here], index] = jacobian.values[here, 0].detach()
     return float((ours - wanted).abs().max())
 
 

@@ -372,8 +372,8 @@ def bounds(result: Result) -> list[str]:
 def worst_difference(result: Result) -> str:
     """A sentence on the gradients of all points."""
     ending = ": largest gradient difference from torch.nn, relative"
-    found = [value for point in result.points for key, value in point.facts.items() if key.endswith(ending)]
-    return f"Largest relative difference of any gradient from torch.nn's, float32: {max(found, default=0.0):.1g}."
+    differences = [value for point in result.points for key, value in point.facts.items() if key.endswith(ending)]
+    return f"Largest relative difference of any gradient from torch.nn's, float32: {max(differences, default=0.0):.1g}."
 
 
 def along(result: Result, axis: str) -> list[Point]:

@@ -118,16 +118,14 @@ class Staleness(Recipe[ConvolutionalSettings]):
         test = test_split(settings, device)
         curves: dict[str, list[list[float]]] = {FRESH: [], STALE: []}
         for seed in range(settings.seed, settings.seed + settings.rounds):
-            for name, found in curves.items():
+            for name, runs in curves.items():
                 model = build_model(settings.model, device, seed)
                 delays = pipedream_delays(model, settings.ranks) if name == STALE else []
                 steps = enumerate(train(model, replace(settings, seed=seed), settings.steps, delays), 1)
-                found.append([round(100 * accuracy(model, test), 3) for number, _ in steps if number % every == 0])
+                runs.append([round(100 * accuracy(model, test), 3) for number, _ in steps if number % every == 0])
                 tick(name)
-        rows = [Row(name, ACCURACY, "%", [curve[-1] for curve in found]) for name, found in curves.items()]
-        facts: dict[str, Any] = {
-            f"{name}, {ACCURACY} (%)": [*zip(*found, strict=True)] for name, found in curves.items()
-        }
+        rows = [Row(name, ACCURACY, "%", [curve[-1] for curve in runs]) for name, runs in curves.items()]
+        facts: dict[str, Any] = {f"{name}, {ACCURACY} (%)": [*zip(*runs, strict=True)] for name, runs in curves.items()}
         return Measured(rows, {"GPUs": settings.ranks, "delays of the weights": delays, **facts})
 
     def compare(self, result: Result) -> list[Comparison]:

@@ -59,7 +59,7 @@ def provenance() -> Provenance:
 
 def hardware() -> dict[str, str]:
     """Name of the processor and of each accelerator, cores and threads that this process may use, memory in GiB."""
-    found = {
+    facts = {
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "threads": f"{torch.get_num_threads()} threads",
@@ -68,21 +68,21 @@ def hardware() -> dict[str, str]:
     }
     allocator = " ".join(f"{name}={os.environ[name]}" for name in _ALLOCATOR_VARIABLES if name in os.environ)
     if allocator:
-        found["allocator"] = allocator
+        facts["allocator"] = allocator
     if torch.cuda.is_available():
-        found["accelerator"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return found
+        facts["accelerator"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return facts
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide a step's speed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def load() -> float:
@@ -92,20 +92,20 @@ def load() -> float:
 
 def disturbances(seconds: float = 0.5) -> list[str]:
     """What would disturb a measurement: a high load, and the three processes that take most of a core, if any does."""
-    found = [f"load {load():g} over a minute"] if load() > QUIET_LOAD else []
+    causes = [f"load {load():g} over a minute"] if load() > QUIET_LOAD else []
     list(psutil.process_iter(["cpu_percent"]))  # shares are of the time since this call; None where access is denied
     time.sleep(seconds)
     others = [each for each in psutil.process_iter(["name", "cpu_percent"]) if each.pid != os.getpid()]
     shares = sorted(((each.info["cpu_percent"] or 0.0, each.info["name"], each.pid) for each in others), reverse=True)
     busy = [f"{name} ({pid}) takes {share:.0f} % of a core" for share, name, pid in shares if share > QUIET_PERCENT]
-    return found + busy[:3]
+    return causes + busy[:3]
 
 
 def gpus() -> list[str]:
     """Clock, temperature and power of each GPU now, as the driver says; empty where there is none."""
     asked = "--query-gpu=clocks.sm,clocks.max.sm,temperature.gpu,power.draw"
-    said = _printed("nvidia-smi", asked, "--format=csv,noheader") if torch.cuda.is_available() else None
-    return said.splitlines() if said else []
+    output = _printed("nvidia-smi", asked, "--format=csv,noheader") if torch.cuda.is_available() else None
+    return output.splitlines() if output else []
 
 
 def commit() -> str | None:

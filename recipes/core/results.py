@@ -230,12 +230,12 @@ def sizes(result: Result, *, of_all: bool = False) -> str:
 
 def _sizes_in(settings: dict[str, Any]) -> dict[str, float]:
     """The sizes by name; those of a case, a network or data inside take the place of the settings' own."""
-    found = {
+    sizes = {
         key: value for key, value in settings.items() if key in _SIZES and isinstance(value, int | float) and value
     }
     for value in settings.values():
-        found |= _sizes_in(value) if isinstance(value, dict) else {}
-    return found
+        sizes |= _sizes_in(value) if isinstance(value, dict) else {}
+    return sizes
 
 
 def hardware_line(result: Result) -> str:

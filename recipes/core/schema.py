@@ -96,11 +96,11 @@ def settings_of(config: DictConfig) -> Settings:
     settings = OmegaConf.to_object(config)
     assert isinstance(settings, Settings)
     for part, path in ((settings, ""), (settings.hardware, "hardware.")):
-        known = {entry.name for entry in dataclasses.fields(part)}
-        unknown = sorted(set(vars(part)) - known)
+        names = {entry.name for entry in dataclasses.fields(part)}
+        unknown = sorted(set(vars(part)) - names)
         if unknown:
             raise ValueError(
-                f"{path}{unknown[0]} is no setting of this experiment; there are {', '.join(sorted(known))}"
+                f"{path}{unknown[0]} is no setting of this experiment; there are {', '.join(sorted(names))}"
             )
     return settings
 

@@ -152,7 +152,7 @@ def read(
     """Read values from a result, or from its recipe's comparisons; what was not measured is left out."""
     if not (how.ratio or how.difference or how.row or how.fact):
         return _from_lines(how.lines, comparisons)
-    found = []
+    values = []
     for point in result.points:
         if any(point.at.get(key) != wanted for key, wanted in how.at.items()):
             continue
@@ -162,13 +162,13 @@ def read(
         place = None if measured is None else _place(how, point)
         if measured is not None and place is not None:
             label = label_of({key: value for key, value in point.at.items() if key not in how.at})
-            found.append(Value(label, measured, published, place))
-    return found
+            values.append(Value(label, measured, published, place))
+    return values
 
 
 def _from_lines(wanted: Mapping[str, str], comparisons: Sequence[Comparison]) -> list[Value]:
     """The lines of a recipe's comparison table with these texts; targets of ours stand at the place "target"."""
-    found = []
+    values = []
     for line in comparisons:
         against = line.against
         if line.measured is None or (isinstance(against, Target) and "where" not in wanted):
@@ -177,8 +177,8 @@ def _from_lines(wanted: Mapping[str, str], comparisons: Sequence[Comparison]) ->
         texts = {"where": where, "what": against.what, "note": line.note}
         if all(part in texts[key] for key, part in wanted.items()):
             label = against.what if "where" in wanted and "what" not in wanted else line.note
-            found.append(Value(label, line.measured, against.value))
-    return found
+            values.append(Value(label, line.measured, against.value))
+    return values
 
 
 def _from_point(how: Reading, point: Point) -> Spread | None:
@@ -212,8 +212,8 @@ def _said(comparisons: Sequence[Comparison], values: Sequence[Value]) -> str:
     """What the recipe itself says of a value that does not hold."""
     mark = "does not hold: "
     labels = {value.label for value in values}
-    said = [line.note.split(mark, 1)[1] for line in comparisons if mark in line.note and line.note in labels]
-    return said[0] if said else ""
+    notes = [line.note.split(mark, 1)[1] for line in comparisons if mark in line.note and line.note in labels]
+    return notes[0] if notes else ""
 
 
 def counted(judged: Sequence[Judged]) -> dict[Verdict, int]:

@@ -92,9 +92,9 @@ def _library(name: str, library: tuple[tuple[str, ...], str], path: str | None) 
         for folder in _FOLDERS:
             if (Path(folder) / file).is_file():
                 return str(Path(folder) / file)
-    found = ctypes.util.find_library(files[0].removeprefix("lib").partition(".so")[0])
-    if found is not None:
-        return found
+    soname = ctypes.util.find_library(files[0].removeprefix("lib").partition(".so")[0])
+    if soname is not None:
+        return soname
     raise NoAllocatorError(
         f"{files[0]} is not installed (Debian: {package}); libraries.{name}=FILE names another place"
     )

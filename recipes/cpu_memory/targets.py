@@ -64,8 +64,8 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
             *_memory_rows(ends, GROWN, "grown_bytes"),
             *_memory_rows(ends, LIVE, "live_bytes"),
         ]
-        said = {label: end[-1][key] for label, end in ends.items() for key in ("report", "fusion") if key in end[-1]}
-        return Measured(rows, {"missing": missing, "batch size": case["batch_size"], "reports": said})
+        reports = {label: end[-1][key] for label, end in ends.items() for key in ("report", "fusion") if key in end[-1]}
+        return Measured(rows, {"missing": missing, "batch size": case["batch_size"], "reports": reports})
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
@@ -88,7 +88,7 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
         ]
         for point in result.points:
             lines += [f"- {point.at['case']}: no {name}: {reason}" for name, reason in point.facts["missing"].items()]
-            lines += [f"- {point.at['case']}, {label}: {said}" for label, said in point.facts["reports"].items()]
+            lines += [f"- {point.at['case']}, {label}: {report}" for label, report in point.facts["reports"].items()]
         return lines
 
     def draw(self, result: Result, path: Path) -> None:

@@ -123,9 +123,9 @@ def measure_fits(settings: AccumulationSettings, at: dict[str, Any], tick: Tick)
         for phase, milliseconds in phases.items()
         if phase != "step_ms"
     ]
-    known = {label: {one["weights"][label] for one in answers} for label in settings.variants}
-    first = known[next(iter(settings.variants))]
-    same = [label for label, digests in known.items() if digests == first and len(first) == 1]
+    weights = {label: {one["weights"][label] for one in answers} for label in settings.variants}
+    first = weights[next(iter(settings.variants))]
+    same = [label for label, digests in weights.items() if digests == first and len(first) == 1]
     facts = {"gradient bytes": answers[0]["gradient_bytes"], "ranks": at["ranks"], **machine(settings, at["ranks"])}
     return Measured(rows, {**facts, "the same final weights": same})
 

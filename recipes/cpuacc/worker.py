@@ -90,7 +90,7 @@ class LayerTimes:
         return began
 
 
-def of_pass(began: float, made: Iterable[TimedSum], sizes: Sequence[int]) -> dict[str, list[float]]:
+def of_pass(began: float, sums: Iterable[TimedSum], sizes: Sequence[int]) -> dict[str, list[float]]:
     """Milliseconds of each layer, by quantity, from the sums of a backward pass.
 
     A layer's backward time is that from the layer behind it to its own last gradient. What is exposed of a sum ran when
@@ -98,15 +98,15 @@ def of_pass(began: float, made: Iterable[TimedSum], sizes: Sequence[int]) -> dic
 
     Args:
         began: the backward pass, as the sums' times of day.
-        made: the sums; a layer's follow one another, whatever their number.
+        sums: a layer's follow one another, whatever their number.
         sizes: bytes of each layer, in the order of the backward pass.
 
     Raises:
         ValueError: a bucket holds gradients of two layers, or sums went through gloo.
     """
-    left = sorted(made, key=lambda one: one.given)
+    left = sorted(sums, key=lambda one: one.given)
     finished = left[-1].given
-    found: dict[str, list[float]] = {name: [] for name in QUANTITIES}
+    layer_ms: dict[str, list[float]] = {name: [] for name in QUANTITIES}
     for size in sizes:
         own: list[TimedSum] = []
         while left and sum(one.bytes for one in own) < size:
@@ -116,14 +116,14 @@ def of_pass(began: float, made: Iterable[TimedSum], sizes: Sequence[int]) -> dic
         times = [one.times for one in own if one.times is not None]
         if len(times) < len(own):
             raise ValueError("these ranks cannot share memory, so sums go through gloo, which does not tell its times")
-        found[BACKWARD].append((own[-1].given - began) * 1e3)
+        layer_ms[BACKWARD].append((own[-1].given - began) * 1e3)
         began = own[-1].given
-        found[BRING].append(sum(one.bring for one in times))
-        found[ADD].append(sum(one.add for one in times))
-        found[TAKE].append(sum(one.take for one in times))
-        found[WAIT].append(sum(one.wait for one in times))
-        found[EXPOSED].append(sum(max(0.0, one.ended - max(one.began, finished)) for one in own) * 1e3)
-    return found
+        layer_ms[BRING].append(sum(one.bring for one in times))
+        layer_ms[ADD].append(sum(one.add for one in times))
+        layer_ms[TAKE].append(sum(one.take for one in times))
+        layer_ms[WAIT].append(sum(one.wait for one in times))
+        layer_ms[EXPOSED].append(sum(max(0.0, one.ended - max(one.began, finished)) for one in own) * 1e3)
+    return layer_ms
 
 
 ALONE = "one rank alone"
@@ -188,8 +188,8 @@ class HeldState(Callback):
         # ZeroRedundancyOptimizer has its part in an optimizer of its own, `optim`
         optimizers: list[Any] = [getattr(optimizer, "optim", optimizer) for optimizer in trainer.optimizers]
         states = [state for optimizer in optimizers for state in optimizer.state.values()]
-        held = sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
-        self.state, self.resident = max(self.state, held), max(self.resident, status_bytes("VmRSS"))
+        nbytes = sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+        self.state, self.resident = max(self.state, nbytes), max(self.resident, status_bytes("VmRSS"))
 
 
 def sums(request: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def outputs(request: dict[str, Any]) -> dict[str, Any]:
     """
     torch.backends.cudnn.deterministic = True  # a second run is to differ by nothing that can be chosen
     (held_out,) = build_batches(request["held_out"], request["held_out_size"], 1, _device(request))
-    found: dict[str, list[dict[str, Any]]] = {label: [] for label in request["variants"]}
+    answers: dict[str, list[dict[str, Any]]] = {label: [] for label in request["variants"]}
     for seed in range(request["seed"], request["seed"] + request["rounds"]):
         model = build_model(request["model"], CPU, seed)
         batches = _batches(request, request["steps"])
@@ -282,9 +282,9 @@ def outputs(request: dict[str, Any]) -> dict[str, Any]:
             one |= {"differences": _apart(checks.answers, first), "from_order": _apart(checks.answers, in_order)}
             if seed == request["seed"]:
                 one["from_repeat"] = _apart(checks.answers, fit(strategy).answers)
-            found[label].append(one)
+            answers[label].append(one)
             tell(f"{label}, seed {seed}")
-    return found
+    return answers
 
 
 def _apart(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
@@ -361,9 +361,9 @@ def _fit(
     def placed() -> Strategy:
         if strategy is None:
             return SingleDeviceStrategy(device)
-        made: DDPStrategy = build(strategy)
-        made.parallel_devices = [device] * dist.get_world_size()  # by rank, each of which reads its own
-        return made
+        ddp: DDPStrategy = build(strategy)
+        ddp.parallel_devices = [device] * dist.get_world_size()  # by rank, each of which reads its own
+        return ddp
 
     return train(Run(placed), copy.deepcopy(model), batches, optimizer, device=device.type, callbacks=callbacks)
 

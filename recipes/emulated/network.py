@@ -226,10 +226,10 @@ def remove(name: str) -> None:
 
 
 def _owner_runs(name: str) -> bool:
-    found = _NAME.fullmatch(name)
-    assert found
+    match = _NAME.fullmatch(name)
+    assert match
     # A process number is given out again, a number with its start time is not.
-    return _born(int(found["pid"])) == int(found["born"])
+    return _born(int(match["pid"])) == int(match["born"])
 
 
 def _born(pid: int) -> int | None:

@@ -53,7 +53,7 @@ def run_ranks(
             first = network.hosts[0].address
             of_rank = rank_variables(rank, len(network.hosts), network.port, first, host.interface)
             variables = {**(environment or {}), **of_rank}
-            told = progress if rank == 0 else lambda text: None
+            callback = progress if rank == 0 else lambda text: None
             worker = Worker(
                 server,
                 None,
@@ -61,7 +61,7 @@ def run_ranks(
                 launch=host.launch,
                 environment=started_with,
                 variables=variables,
-                progress=told,
+                progress=callback,
             )
             ranks[str(rank)] = worker
             worker.tell(request)
@@ -108,11 +108,11 @@ def joined(answer: Callable[[dict[str, Any]], Any]) -> workers.Answer:
         os.sched_setaffinity(0, own if request.get("hardware", {}).get("device") == "cuda" else own[:1])
         torch.set_num_threads(1)
         dist.init_process_group(request.get("backend", "gloo"), timeout=datetime.timedelta(seconds=_LOST_SECONDS))
-        found = answer(request)
+        result = answer(request)
         gc.collect()
         dist.barrier()
         dist.destroy_process_group()
-        return found
+        return result
 
     return in_group
 
@@ -163,23 +163,23 @@ def _all_reduce_bits(mib: int, repeats: int) -> float:
 
 def _tcp_bits(mib: int, repeats: int) -> float:
     """From rank 1 to rank 0, whose address is the group's."""
-    found: list[float | int | None] = [None]
+    objects: list[float | int | None] = [None]
     if dist.get_rank() == 0:
         with socket.create_server((os.environ["MASTER_ADDR"], 0)) as server:
-            found[0] = server.getsockname()[1]
-            dist.broadcast_object_list(found, src=0)
+            objects[0] = server.getsockname()[1]
+            dist.broadcast_object_list(objects, src=0)
             connection, _ = server.accept()
             with connection:
-                found[0] = max(_receive(connection, mib * MIB) for _ in range(repeats))
+                objects[0] = max(_receive(connection, mib * MIB) for _ in range(repeats))
     else:
-        dist.broadcast_object_list(found, src=0)
+        dist.broadcast_object_list(objects, src=0)
         if dist.get_rank() == 1:
-            with socket.create_connection((os.environ["MASTER_ADDR"], int(found[0] or 0))) as connection:
+            with socket.create_connection((os.environ["MASTER_ADDR"], int(objects[0] or 0))) as connection:
                 for _ in range(repeats):
                     connection.sendall(bytes(mib * MIB))
                     connection.recv(1)
-    dist.broadcast_object_list(found, src=0)
-    return float(found[0] or 0)
+    dist.broadcast_object_list(objects, src=0)
+    return float(objects[0] or 0)
 
 
 def _receive(connection: socket.socket, size: int) -> float:

@@ -121,10 +121,10 @@ class StepTimes(Recipe[FusionSettings]):
 
     def references(self, point: Point) -> dict[str, str]:
         peer = strongest_peer(point)
-        found = {"speed over the default optimizer": "baseline"}
+        references = {"speed over the default optimizer": "baseline"}
         if peer and peer != "baseline":
-            found[f"speed over the strongest peer ({peer})"] = peer
-        return {**found, "speed over the bound (no_update)": "no_update"}
+            references[f"speed over the strongest peer ({peer})"] = peer
+        return {**references, "speed over the bound (no_update)": "no_update"}
 
 
 def strongest_peer(point: Point) -> str | None:
@@ -211,8 +211,8 @@ class BatchSizes(StepTimes):
         lines = []
         up_to = claim("up-to")
         for mode in ("forward", "backward"):
-            found = [(ratio(p, "baseline", like_the_paper(p, mode)), p) for p in result.points]
-            best = max(((s, p) for s, p in found if s), key=lambda pair: pair[0].median, default=None)
+            speedups = [(ratio(p, "baseline", like_the_paper(p, mode)), p) for p in result.points]
+            best = max(((s, p) for s, p in speedups if s), key=lambda pair: pair[0].median, default=None)
             if best:
                 where = f"{mode}-fusion, {best[1].at['model']}, batch {best[1].at['batch_size']}"
                 lines.append(Comparison(up_to, best[0], f"{where}, same kernel as the baseline"))
@@ -338,9 +338,9 @@ class Machines(Breakdown):
             ("x", "backward-fusion speedup", ratio(point, "baseline", backward)),
         )
         return [
-            Comparison(Claim(PAPER, "Table 2", unit, value, f"{machine}, {what}"), found)
+            Comparison(Claim(PAPER, "Table 2", unit, value, f"{machine}, {what}"), spread)
             for machine, row in paper("fusion").tables["table-2"].items()
-            for value, (unit, what, found) in zip(row, ours, strict=True)
+            for value, (unit, what, spread) in zip(row, ours, strict=True)
         ]
 
     def draw(self, result: Result, path: Path) -> None:

@@ -74,10 +74,10 @@ class PeakMemory(Recipe[FusionSettings]):
         drawing, panels = charts.panels(titled(result), 2, sharey=True)
         for axes, quantity in zip(panels, (LATER, FIRST), strict=True):
             for index, name in enumerate(points[0].variants(quantity)):
-                known = [point for point in points if point.has(name, quantity)]
+                measured = [point for point in points if point.has(name, quantity)]
                 shift = 0.3 * (index - 1.5)  # millions: two and two variants take the same, and all are to be seen
-                places = [point.facts["parameters"] / 1e6 + shift for point in known]
-                values = [point.spread(name, quantity) for point in known]
+                places = [point.facts["parameters"] / 1e6 + shift for point in measured]
+                values = [point.spread(name, quantity) for point in measured]
                 charts.points_with_spread(axes, places, values, label(name), index, line=True)
             noted = f"{quantity}; forward fusion has updated nothing yet" if quantity == FIRST else quantity
             axes.set_title(noted, fontsize=10)
@@ -165,16 +165,16 @@ class GradientPlace(Recipe[FusionSettings]):
         blocks = {name: partial(chain.block, settings.steps) for name, chain in chains.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
         rows = [Row(name, "step", "ms", [round(value, 5) for value in values]) for name, values in times.items()]
-        found = places_in_practice(settings, at["batch_size"])
-        return Measured(rows, {"weight gradients of a step": depth, "places they had in a real step of ours": found})
+        places = places_in_practice(settings, at["batch_size"])
+        return Measured(rows, {"weight gradients of a step": depth, "places they had in a real step of ours": places})
 
     def notes(self, result: Result) -> list[str]:
         lines = []
         for point in result.points:
             size = point.at["batch_size"]
             for name in (SAME, ROTATING, OWN):
-                found = point.speedup(AFTER, name, "step")
-                lines.append(f"- batch {size}, updates {name}: {show(found, 'x')} over updates after the backward pass")
+                gain = point.speedup(AFTER, name, "step")
+                lines.append(f"- batch {size}, updates {name}: {show(gain, 'x')} over updates after the backward pass")
             places = point.facts["places they had in a real step of ours"]
             lines.append(
                 f"- batch {size}: torch's allocator gave the {point.facts['weight gradients of a step']} weight "

@@ -105,10 +105,10 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
 
     def notes(self, result: Result) -> list[str]:
         return [
-            f"- {point.at['case']}: {label(variant)} over default AdamW {found.median:.2f} x"
+            f"- {point.at['case']}: {label(variant)} over default AdamW {speedup.median:.2f} x"
             for point in result.points
             for variant in OURS
-            if (found := ratio(point, "baseline", variant))
+            if (speedup := ratio(point, "baseline", variant))
         ]
 
     def draw(self, result: Result, path: Path) -> None:
@@ -162,9 +162,9 @@ class Distributed(StepTimes):
         for point in sorted(result.points, key=lambda point: int(point.at["devices"])):
             peer = strongest_peer(point)
             for mode in MODES:
-                found = ratio(point, peer, f"retime_{mode}")
-                if found:
-                    lines.append(f"- {ranks(point)}: {mode}-fusion {show(found, 'x')} over {peer}, the strongest peer")
+                gain = ratio(point, peer, f"retime_{mode}")
+                if gain:
+                    lines.append(f"- {ranks(point)}: {mode}-fusion {show(gain, 'x')} over {peer}, the strongest peer")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:

@@ -50,9 +50,9 @@ def scaled(channels: int, width: float, divisor: int = 8) -> int:
     return rounded + divisor if rounded < 0.9 * exact else rounded
 
 
-def choose(what: str, value: object, known: Iterable[object]) -> None:
+def choose(what: str, value: object, choices: Iterable[object]) -> None:
     """Raise a ValueError that repeats ``value`` and lists what is known, unless ``value`` is among it."""
-    options = list(known)
+    options = list(choices)
     if value not in options:
         raise ValueError(f"{what}={value!r} is unknown: choose one of {', '.join(repr(option) for option in options)}")
 

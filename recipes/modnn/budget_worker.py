@@ -340,11 +340,11 @@ class Server:
             message = str(error)
         training.close()
         unchanged = all(torch.equal(*pair) for pair in zip(before, training.model.parameters(), strict=True))
-        said, at_floor = check(message, training)
+        checks, at_floor = check(message, training)
         return {
             "steps before": steps,
             "weights unchanged": unchanged,
-            "said": said,
+            "said": checks,
             "message": message,
             "at the floor it names": at_floor,
         }
@@ -391,17 +391,17 @@ _HINT = re.compile(r"\b(would help|choose)\b")
 
 def check(message: str, training: Training) -> tuple[dict[str, bool], str]:
     """What a reader of the message can do with it, and what comes of training in the floor that it names."""
-    found = _MESSAGE.search(message)
-    if found is None:
+    match = _MESSAGE.search(message)
+    if match is None:
         return dict.fromkeys((FLOOR, TASK, LAYER, HINT), False), "none was named"
-    at_floor = _train_in(int(found["floor"]), training)
-    said = {
+    at_floor = _train_in(int(match["floor"]), training)
+    checks = {
         FLOOR: at_floor == "trained",
-        TASK: hasattr(torch.ops.aten, found["task"] or ""),
-        LAYER: found["layer"] in dict(training.model.named_modules()),
-        HINT: bool(_HINT.search(found["hint"])),
+        TASK: hasattr(torch.ops.aten, match["task"] or ""),
+        LAYER: match["layer"] in dict(training.model.named_modules()),
+        HINT: bool(_HINT.search(match["hint"])),
     }
-    return said, at_floor
+    return checks, at_floor
 
 
 def _train_in(budget_bytes: int, training: Training) -> str:

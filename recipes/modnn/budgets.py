@@ -129,16 +129,16 @@ class Budgets(NetworkRecipe):
                 panels[0].plot([100], [pooled.median], "*", markersize=11, color=colour, label=f"{network}, {POOLED}")
             for rule, marker in (("all", ":x"), ("conv", ":+")):
                 theirs = [slowdown(point, VDNN_PLUS.format(rule, name)) for name in names]
-                known = {place: value.median for place, value in zip(shares, theirs, strict=True) if value is not None}
-                if known:
+                curve = {place: value.median for place, value in zip(shares, theirs, strict=True) if value is not None}
+                if curve:
                     text = f"{network}, vDNN+ ({rule})"
-                    panels[0].plot([*known], [*known.values()], marker, color=colour, label=text)
+                    panels[0].plot([*curve], [*curve.values()], marker, color=colour, label=text)
             for start, marker, text in ((IN_SUB_BATCHES, "--v", "in parts by hand"), (BY_HAND, "P", "others by hand")):
                 done = [name for name in point.variants(STEP) if name.startswith(start.format(""))]
-                held = [100 * point.values(name, MEASURED)[0] / point.facts["ideal peak MiB"] for name in done]
+                peaks = [100 * point.values(name, MEASURED)[0] / point.facts["ideal peak MiB"] for name in done]
                 medians = [value.median for name in done if (value := slowdown(point, name))]
                 if done:
-                    panels[0].plot(held, medians, marker, color=colour, alpha=0.6, label=f"{network}, {text}")
+                    panels[0].plot(peaks, medians, marker, color=colour, alpha=0.6, label=f"{network}, {text}")
             for quantity, marker in ((MEASURED, "o-"), (PREDICTED, "x--")):
                 ratios = [point.values(name, quantity)[0] / point.values(name, BUDGET)[0] for name in names]
                 panels[1].plot(shares, ratios, marker, color=colour, label=f"{network}, {quantity.split()[0]}")

@@ -43,7 +43,7 @@ class Floors(NetworkRecipe):
         tick("task graph")
         as_paper = weight_gradients_pass(separate_gradients(in_place(graph)))
         eq_7, floor = lower_bound(as_paper), memory.floor
-        found = {
+        sizes = {
             IDEAL: all_blocks_bytes(as_paper, network.batch_size),
             PEAK: plain.peak_bytes,
             EQ_7: eq_7.bytes,
@@ -51,7 +51,7 @@ class Floors(NetworkRecipe):
             FLOOR: floor.bytes,
             NO_WEIGHTS: lower_bound_offloading_weights(as_paper),
         }
-        rows = [Row(name, MEMORY, "GB", [round(nbytes / GB, 4)]) for name, nbytes in found.items()]
+        rows = [Row(name, MEMORY, "GB", [round(nbytes / GB, 4)]) for name, nbytes in sizes.items()]
         weights = graph.resident_bytes(1) - plain.bytes_by_kind[BlockKind.WEIGHT_GRADIENT]
         facts = {
             "batch size": network.batch_size,

@@ -61,14 +61,14 @@ def gradients(graph: TaskGraph, schedule: OffloadSchedule) -> list[Gradient]:
         for name in task.reads:
             if graph.blocks[name].kind is BlockKind.WEIGHT:
                 used[task.layer] = ends[task.name]
-    found = [
+    gradients = [
         Gradient(at_ms, max(at_ms, used.get(layers[name], at_ms)), graph.blocks[name].size_bytes(schedule.samples))
         for name, at_ms in ready.items()
     ]
-    return sorted(found, key=lambda gradient: gradient.ready_ms)
+    return sorted(gradients, key=lambda gradient: gradient.ready_ms)
 
 
-def overlapped_ms(found: list[Gradient], schedule: OffloadSchedule, host: Host) -> float:
+def overlapped_ms(gradients: list[Gradient], schedule: OffloadSchedule, host: Host) -> float:
     """When the last weights are back on all devices, from the start of the last round (Figure 8).
 
     A gradient leaves all devices over the bus as soon as it is there and the bus free, the host sums it and updates the
@@ -77,7 +77,7 @@ def overlapped_ms(found: list[Gradient], schedule: OffloadSchedule, host: Host) 
     out = _Lane(schedule, Direction.OFFLOAD)
     back = _Lane(schedule, Direction.PREFETCH)
     summed_ms = finished_ms = 0.0
-    for gradient in found:
+    for gradient in gradients:
         bus_ms = host.devices * gradient.bytes / host.bus_bytes_per_ms
         arrived_ms = out.after(gradient.ready_ms, bus_ms)
         # the host reads a gradient of every device and the weights, and writes the weights
@@ -86,9 +86,9 @@ def overlapped_ms(found: list[Gradient], schedule: OffloadSchedule, host: Host) 
     return max(backward_ms(schedule), finished_ms)
 
 
-def naive_ms(found: list[Gradient], host: Host, device_bytes_per_ms: float) -> float:
+def naive_ms(gradients: list[Gradient], host: Host, device_bytes_per_ms: float) -> float:
     """What comes after a step when one device sums: all gradients to it, the sum, all weights back (section 7.5)."""
-    total = sum(gradient.bytes for gradient in found)
+    total = sum(gradient.bytes for gradient in gradients)
     others = host.devices - 1
     adding = 3 * others * total / device_bytes_per_ms  # two reads and a write
     return 2 * others * total / host.bus_bytes_per_ms + adding
@@ -171,23 +171,23 @@ class FourDevices(SimulatedK40):
         except BudgetError as refusal:
             facts["does not fit"] = str(refusal)
             return Measured(rows, facts)
-        found = gradients(graph, plan.last)
+        weight_gradients = gradients(graph, plan.last)
         rows.append(Row(ONE, BATCH, "ms", [alone.batch_ms]))
         rows.append(Row(NAIVE, BATCH, "ms", [plan.batch_ms + naive]))
         before_ms = (plan.rounds - 1) * plan.round.finish_ms
         for cores, host in hosts.items():
-            last_ms = overlapped_ms(found, plan.last, host)
+            last_ms = overlapped_ms(weight_gradients, plan.last, host)
             rows.append(Row(overlapped(cores), BATCH, "ms", [before_ms + last_ms]))
             facts[f"not hidden with {cores} cores ms"] = round(last_ms - backward_ms(plan.last), 2)
         return Measured(rows, {**facts, "sub-batches of": plan.sub_batch, "sub-batches on one": alone.sub_batch})
 
     def compare(self, result: Result) -> list[Comparison]:
         def line(published: Claim, budget_gb: float, reference: str, variant: str) -> Comparison:
-            known = [p for p in result.points if p.at["budget_gb"] == budget_gb and p.has(variant, BATCH)]
-            if not known:
+            points = [p for p in result.points if p.at["budget_gb"] == budget_gb and p.has(variant, BATCH)]
+            if not points:
                 return Comparison(published)
-            speeds = [p.values(reference, BATCH)[0] / p.values(variant, BATCH)[0] for p in known]
-            remark = f"simulated, {len(known)} networks, {min(speeds):.2f} to {max(speeds):.2f}"
+            speeds = [p.values(reference, BATCH)[0] / p.values(variant, BATCH)[0] for p in points]
+            remark = f"simulated, {len(points)} networks, {min(speeds):.2f} to {max(speeds):.2f}"
             return Comparison(published, spread([fmean(speeds)]), remark)
 
         return [
@@ -236,10 +236,10 @@ class FourDevices(SimulatedK40):
             own = [point for point in result.points if point.at["budget_gb"] == budget]
             names = [name for name in dict.fromkeys(row.variant for p in own for row in p.rows) if name != IDEAL]
             for index, name in enumerate(names):
-                known = [(place, p) for place, p in enumerate(own) if p.has(name, BATCH)]
-                speeds = [p.values(IDEAL, BATCH)[0] / p.values(name, BATCH)[0] for _, p in known]
+                measured = [(place, p) for place, p in enumerate(own) if p.has(name, BATCH)]
+                speeds = [p.values(IDEAL, BATCH)[0] / p.values(name, BATCH)[0] for _, p in measured]
                 shift = (index - (len(names) - 1) / 2) * 0.8 / len(names)
-                places = [place + shift for place, _ in known]
+                places = [place + shift for place, _ in measured]
                 axes.bar(places, speeds, width=0.8 / len(names), color=charts.COLOURS[index], label=name)
             axes.set_xticks(range(len(own)), [p.at["network"] for p in own], rotation=20)
             axes.set_title(f"{budget:g} GB on each device", fontsize=10)

@@ -55,8 +55,8 @@ class Ranks(NetworkRecipe):
         return len(WAYS) + 1
 
     def references(self, point: Point) -> dict[str, str]:
-        found = {"speed over one process": ONE, "speed over every sub-batch": EACH}
-        return found | {f"speed over {way}": way for way in (NAIVE, NAIVE_ONCE) if point.has(way, STEP)}
+        references = {"speed over one process": ONE, "speed over every sub-batch": EACH}
+        return references | {f"speed over {way}": way for way in (NAIVE, NAIVE_ONCE) if point.has(way, STEP)}
 
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = settings.cases[at["network"]]
@@ -68,8 +68,8 @@ class Ranks(NetworkRecipe):
         facts: dict[str, Any] = {"batch size": case["batch_size"], "ranks": settings.devices, "plans": {}}
         with network_for(settings, case) as network, closing(workers):
             plain = {ONE: network.plan(), WHOLE: of_share, NAIVE: of_share}
-            predicted = {way: known["plain_peak_bytes"] for way, known in plain.items()}
-            given = {way: {"reserved_bytes": known["plain_reserved_bytes"]} for way, known in plain.items()}
+            predicted = {way: plan["plain_peak_bytes"] for way, plan in plain.items()}
+            given = {way: {"reserved_bytes": plan["plain_reserved_bytes"]} for way, plan in plain.items()}
             for way in (ONE, *WAYS):
                 count = 1 if way == ONE else settings.devices
                 request = {
@@ -104,8 +104,8 @@ class Ranks(NetworkRecipe):
             where = f"{point.at['network']} with {point.facts['ranks']} ranks on {point.facts['cores']} cores"
             budget = f"{where}, {point.at['budget']:g} %"
             if point.has(NAIVE, STEP):
-                found = point.speedup(ONE, NAIVE, STEP)
-                lines.append(Comparison(claim("figure-17-ideal"), found, f"{budget}, {NAIVE}: not four devices"))
+                speedup = point.speedup(ONE, NAIVE, STEP)
+                lines.append(Comparison(claim("figure-17-ideal"), speedup, f"{budget}, {NAIVE}: not four devices"))
                 for theirs in (NAIVE, NAIVE_ONCE, ONCE):
                     fair = theirs == NAIVE or len({point.facts["plans"][way] for way in PLANNED}) == 1
                     over = point.speedup(theirs, ON_HOST, STEP) if fair else None
@@ -191,11 +191,11 @@ def _once_over_each(point: Point, where: str) -> Comparison:
 
 def _peaks(point: Point, where: str) -> list[Comparison]:
     """What a rank held against its budget and against what was predicted for it."""
-    held, budget, predicted = (
+    peak, budget, predicted = (
         amount(point.values(ONCE, quantity)[0], "MiB") for quantity in (MEASURED, BUDGET, PREDICTED)
     )
     share, error = spread([_of_budget(point, MEASURED)]), spread([abs(prediction_error(point, ONCE))])
-    where = f"{where}, {ONCE}: {held}"
+    where = f"{where}, {ONCE}: {peak}"
     return [
         Comparison(target("within-budget"), share, f"{where} in {budget}"),
         Comparison(target("prediction-error"), error, f"{where} where {predicted} were predicted"),

@@ -92,8 +92,8 @@ class Network:
         The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it;
         reserved are its tensors, with freed memory that is cached.
         """
-        known: dict[str, Any] = answer_once(Server, {**self.request, "do": "plan"}, self.settings.timeout_s)
-        return known
+        answer: dict[str, Any] = answer_once(Server, {**self.request, "do": "plan"}, self.settings.timeout_s)
+        return answer
 
     def process(self, budget: int | str | None, *, give_back: bool = True, **more: Any) -> Worker:
         """A process that trains inside a budget of so many bytes, at the floor, or without a budget.
@@ -161,15 +161,15 @@ def side_by_side(
     if unknown:
         raise ValueError(f"peers has {unknown[0]!r}: choose {', '.join(PEERS)}")
     with network_for(settings, case) as network:
-        known = network.plan()
-        ideal, floor = known["ideal_bytes"], known["floor_bytes"]
+        plan = network.plan()
+        ideal, floor = plan["ideal_bytes"], plan["floor_bytes"]
         facts: dict[str, Any] = {
             "batch size": network.batch_size,
-            "parameters": known["parameters"],
+            "parameters": plan["parameters"],
             "ideal peak MiB": round(ideal / MIB, 2),
             "floor MiB": round(floor / MIB, 2),
             "ideal over floor": round(ideal / floor, 2),
-            "peak of the plain step MiB": round(known["plain_peak_bytes"] / MIB, 2),
+            "peak of the plain step MiB": round(plan["plain_peak_bytes"] / MIB, 2),
             **no_failures(),
             "plans": {},
             "rules": {},
@@ -178,7 +178,7 @@ def side_by_side(
         rows: list[Row] = []
         workers: dict[str, Worker] = {}
         with closing(workers):
-            for name, budget, more in [*_named(budgets, known, settings, rules, peers), *others]:
+            for name, budget, more in [*_named(budgets, plan, settings, rules, peers), *others]:
                 try:
                     give_back = name != UNLIMITED and "environment" not in more
                     workers[name] = network.process(budget, give_back=give_back, **more)
@@ -188,10 +188,10 @@ def side_by_side(
                 if budget is not None:
                     rows.append(Row(name, BUDGET, "MiB", [workers[name].ready["budget_bytes"] / MIB]))
             sizes = _sub_batches(workers, network.batch_size) if settings.in_sub_batches else set()
-            if PARTS in peers and not known["stays_whole"]:
+            if PARTS in peers and not plan["stays_whole"]:
                 sizes |= part_sizes(network.batch_size)
             for size in sorted(sizes):
-                pooled = known["plain_reserved_bytes"]
+                pooled = plan["plain_reserved_bytes"]
                 workers[IN_SUB_BATCHES.format(size)] = network.process(None, reserved_bytes=pooled, sub_batch=size)
             blocks = {name: partial(block, worker, settings.steps, name, facts) for name, worker in workers.items()}
             for name, kept in interleave(blocks, settings.rounds, settings.warmup_rounds, tick).items():
@@ -217,11 +217,11 @@ def budget_name(budget: Any) -> str:
 
 
 def _named(
-    budgets: list[Any], known: dict[str, Any], settings: MemorySettings, rules: list[str], peers: list[str]
+    budgets: list[Any], plan: dict[str, Any], settings: MemorySettings, rules: list[str], peers: list[str]
 ) -> list[tuple[str, int | str | None, dict[str, Any]]]:
     """Processes by name: the budget of each, and what else its request has."""
-    nbytes = {budget: FLOOR if budget == FLOOR else int(budget / 100 * known["ideal_bytes"]) for budget in budgets}
-    pooled = {"reserved_bytes": known["plain_reserved_bytes"]}
+    nbytes = {budget: FLOOR if budget == FLOOR else int(budget / 100 * plan["ideal_bytes"]) for budget in budgets}
+    pooled = {"reserved_bytes": plan["plain_reserved_bytes"]}
     return [
         (UNLIMITED, None, {}),
         # The plain step once more, and its samples in another order: what rounding alone does to weights.
@@ -345,11 +345,11 @@ def over_best_peers(point: Point) -> Iterator[Comparison]:
         if peer is None:
             yield Comparison(target("over-best-peer"), None, f"{where}: no peer fits")
         else:
-            held, budget = (
+            peak, budget = (
                 amount(point.values(who, what)[0], "MiB") for who, what in ((peer, MEASURED), (name, BUDGET))
             )
             faster = point.speedup(peer, name, STEP)
-            yield Comparison(target("over-best-peer"), faster, f"{where}: over {peer}, {held} of {budget}")
+            yield Comparison(target("over-best-peer"), faster, f"{where}: over {peer}, {peak} of {budget}")
 
 
 def slowdown(point: Point, name: str) -> Spread | None:
@@ -380,9 +380,9 @@ def why_missing(point: Point, name: str) -> str:
 
 def slowdowns(points: Iterable[Point]) -> Iterator[Comparison]:
     """A line a network for each of the two budgets with a wanted slowdown."""
-    known = list(points)
+    all_points = list(points)
     for name, wanted in (("50 %", target("slowdown-50")), ("25 %", target("slowdown-25"))):
-        for point in known:
+        for point in all_points:
             slower = slowdown(point, name)
             yield Comparison(wanted, slower, f"{point.at['network']}{_over(point, name) or why_missing(point, name)}")
 
@@ -407,24 +407,24 @@ def differences(points: Iterable[Point], missing: Iterable[str]) -> Iterator[Com
         points: of one line.
         missing: runs that should be among them and are not; named, as nobody knows which of the two they would be.
     """
-    known, lacking = list(points), list(missing)
+    all_points, lacking = list(points), list(missing)
     orders = {
         point.at["network"]: point.values(GIVING_BACK, DIFFERENCE)[0]
-        for point in known
+        for point in all_points
         if point.has(GIVING_BACK, DIFFERENCE)
     }
     for wanted, split in ((target("offload-difference"), False), (target("split-difference"), True)):
-        found = {
+        ppm = {
             f"{point.at['network']} at {name}": point.values(name, DIFFERENCE)[0]
-            for point in known
+            for point in all_points
             for name in point.facts["plans"]
             if (point.facts["plans"][name]["sub_batch"] < point.facts["batch size"]) is split
         }
-        if found or lacking:
-            listed = [f"{run} {amount(value, 'ppm')}" for run, value in found.items()]
+        if ppm or lacking:
+            listed = [f"{run} {amount(value, 'ppm')}" for run, value in ppm.items()]
             if split:
                 listed += [f"{network}: plain, reversed {amount(value, 'ppm')}" for network, value in orders.items()]
-            yield Comparison(wanted, spread([max(found.values())]) if found else None, with_missing(listed, lacking))
+            yield Comparison(wanted, spread([max(ppm.values())]) if ppm else None, with_missing(listed, lacking))
 
 
 def with_missing(listed: Iterable[str], missing: Iterable[str]) -> str:

@@ -66,7 +66,7 @@ def k40_graph(network: Network, settings: MemorySettings) -> TaskGraph:
 
 def _operations(graph: TaskGraph, layers: dict[str, nn.Module]) -> dict[str, float]:
     """By task: floating-point operations for one sample."""
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     of_layer: dict[str, float] = {}
     for task in graph.tasks:
         layer, kind = layers.get(task.layer), operation_of(task)
@@ -79,8 +79,8 @@ def _operations(graph: TaskGraph, layers: dict[str, nn.Module]) -> dict[str, flo
             operations = of_layer.get(task.layer, 0.0)
         elif kind in _PRODUCTS and isinstance(layer, nn.Linear):
             operations = 2.0 * layer.in_features * layer.out_features
-        found[task.name] = operations
-    return found
+        counts[task.name] = operations
+    return counts
 
 
 def _numbers(graph: TaskGraph, names: tuple[str, ...]) -> float:
@@ -304,9 +304,9 @@ class ManyBudgets(SimulatedK40):
         for axes, network in zip(panels, networks, strict=False):
             own = sorted((p for p in result.points if p.at["network"] == network), key=lambda p: p.at["budget_gb"])
             for index, name in enumerate(self._ways):
-                known = [p for p in own if p.has(name, SLOWER)]
-                places = [p.at["budget_gb"] for p in known]
-                values = [p.spread(name, SLOWER) for p in known]
+                measured = [p for p in own if p.has(name, SLOWER)]
+                places = [p.at["budget_gb"] for p in measured]
+                values = [p.spread(name, SLOWER) for p in measured]
                 charts.points_with_spread(axes, places, values, name, index, line=True)
                 for budget in (p.at["budget_gb"] for p in own if not p.has(name, SLOWER)):
                     cross(axes, budget, index, points_beside=6 * (index - 1.5))  # those of other ways are there too
@@ -352,13 +352,13 @@ class Alone(SimulatedK40):
             search=False,
         )
         least = offload_schedule(graph, batch, ALL_THERE_IS, bandwidth, baseline)
-        found = {
+        results = {
             SUB_BATCHES: (all_blocks_bytes(counted, 1), (batch - 1) * one.finish_ms + last.finish_ms),
             OFFLOADING: (needed, away.batch_ms),
             ALGORITHMS: (all_blocks_bytes(least_workspace, batch), least.finish_ms),
         }
         rows = [Row(IDEAL, BATCH, "ms", [round(ideal_ms, 3)])]
-        for name, (nbytes, batch_ms) in found.items():
+        for name, (nbytes, batch_ms) in results.items():
             rows += [
                 Row(name, BATCH, "ms", [round(batch_ms, 3)]),
                 Row(name, MEMORY, "%", [round(100 * nbytes / ideal_bytes, 3)]),

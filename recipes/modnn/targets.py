@@ -71,13 +71,13 @@ def training(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
 def smallest(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
     """The smallest budget in which a network trains, and its ideal peak; no rows if none near the floor does."""
     with network_for(settings, case["network"]) as network:
-        known = network.plan()
+        plan = network.plan()
         tick("planned")
-        facts: dict[str, Any] = {"ideal peak MiB": known["ideal_bytes"] / MIB, **no_failures()}
+        facts: dict[str, Any] = {"ideal peak MiB": plan["ideal_bytes"] / MIB, **no_failures()}
         rows: list[Row] = []
         for share in _ABOVE_FLOOR:
             try:
-                step_ms, ready, end = network.trained(int(share * known["floor_bytes"]))
+                step_ms, ready, end = network.trained(int(share * plan["floor_bytes"]))
             except WorkerError as error:
                 facts[failure(error)][f"{share:g} x the floor"] = str(error)
                 continue
@@ -96,7 +96,7 @@ def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured
     """Networks, batch sizes and budgets drawn from the seed; budgets log-uniformly from the floor to the ideal peak."""
     draw = random.Random(settings.seed)
     limited = replace(settings, limit=case["limit"])
-    known: dict[tuple[str, int], dict[str, Any]] = {}
+    plans: dict[tuple[str, int], dict[str, Any]] = {}
     rows: list[Row] = []
     outcomes: dict[str, str] = {}
     for number in range(1, case["draws"] + 1):
@@ -104,9 +104,9 @@ def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured
         block = settings.networks[name]
         batch_size = max(2, round(share * block["batch_size"]))
         with network_for(limited, {**block, "batch_size": batch_size}) as network:
-            if (name, batch_size) not in known:
-                known[name, batch_size] = network.plan()
-            ideal, floor = (known[name, batch_size][key] for key in ("ideal_bytes", "floor_bytes"))
+            if (name, batch_size) not in plans:
+                plans[name, batch_size] = network.plan()
+            ideal, floor = (plans[name, batch_size][key] for key in ("ideal_bytes", "floor_bytes"))
             budget = int(floor * (max(ideal, floor) / floor) ** place)
             label = f"{number}: {name}, batch {batch_size}, {100 * budget / ideal:.0f} % of the ideal peak"
             rows.append(Row(label, BUDGET, "MiB", [budget / MIB]))
@@ -200,7 +200,7 @@ class Targets(Recipe[MemorySettings]):
     quantity = STEP
 
     def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        points: list[dict[str, Any]] = []
         for name, case in settings.cases.items():
             if case.get("kind") not in KINDS:
                 raise ValueError(f"cases.{name}.kind={case.get('kind')!r} is unknown: choose {', '.join(KINDS)}")
@@ -208,10 +208,10 @@ class Targets(Recipe[MemorySettings]):
             if unknown:
                 raise ValueError(f"cases.{name}.networks has {unknown[0]!r}, but networks has no such entry: add one")
             if case["kind"] == "random":
-                found.append({"case": name})
+                points.append({"case": name})
             elif case["kind"] != "planning" or settings.hardware.device == "cpu":  # a CPU plans, whatever the device
-                found += [{"case": name, "network": network} for network in case["networks"]]
-        return found
+                points += [{"case": name, "network": network} for network in case["networks"]]
+        return points
 
     def detail(self, settings: MemorySettings, at: dict[str, Any]) -> dict[str, Any]:
         case = settings.cases[at["case"]]
@@ -326,11 +326,11 @@ def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
     training = kinds["training"]
     for network in dict.fromkeys(point.at["network"] for point in training):
         own = [point for point in training if point.at["network"] == network]
-        found = {
+        errors = {
             f"{name} ({point.at['case']})": prediction_error(point, name) for point in own for name in budgets_of(point)
         }
         missing = [run for point in own for run in untrained(point, point.settings["case"]["budgets"])]
-        yield _worst(found, network, missing)
+        yield _worst(errors, network, missing)
     plain = {
         f"{point.at['network']} ({point.at['case']})": prediction_error(point, GIVING_BACK)
         for point in training
@@ -339,14 +339,14 @@ def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
     if plain:
         yield _worst(plain, f"{GIVING_BACK}, no plan")
     for point in kinds["random"]:
-        found = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
-        good = sum(target("prediction-error").met(abs(error)) for error in found.values())
-        worst = sorted(found.items(), key=lambda run: -abs(run[1]))[:1]
+        errors = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
+        good = sum(target("prediction-error").met(abs(error)) for error in errors.values())
+        worst = sorted(errors.items(), key=lambda run: -abs(run[1]))[:1]
         wanted = amount(target("prediction-error").value, "%")
-        yield _worst(dict(worst), f"{point.at['case']}, {good} of {len(found)} that trained within {wanted}; most")
+        yield _worst(dict(worst), f"{point.at['case']}, {good} of {len(errors)} that trained within {wanted}; most")
     for point in kinds["smallest"]:
-        found = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
-        yield _worst(found, f"{point.at['network']} ({point.at['case']})", [] if found else [FLOOR])
+        errors = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
+        yield _worst(errors, f"{point.at['network']} ({point.at['case']})", [] if errors else [FLOOR])
 
 
 def _worst(errors: dict[str, float], what: str, missing: Iterable[str] = ()) -> Comparison:
@@ -431,11 +431,11 @@ def _smallest(points: list[Point]) -> Iterator[Comparison]:
         if not point.has(FLOOR, MEASURED):
             yield Comparison(target("smallest-budget"), None, f"{network}: did not train near its floor")
             continue
-        budget, held = (amount(point.values(FLOOR, quantity)[0], "MiB") for quantity in (BUDGET, MEASURED))
+        budget, peak = (amount(point.values(FLOOR, quantity)[0], "MiB") for quantity in (BUDGET, MEASURED))
         yield Comparison(
             target("smallest-budget"),
             spread([point.facts["ideal peak MiB"] / needed_mib(point, FLOOR)]),
-            f"{network}: trained in {budget}, of which it held {held}; the larger counts; {point.facts['plan']}",
+            f"{network}: trained in {budget}, of which it held {peak}; the larger counts; {point.facts['plan']}",
         )
 
 
@@ -448,13 +448,13 @@ def _traffic(points: list[Point]) -> Iterator[Comparison]:
             if lacking:
                 yield Comparison(target("moved-share"), None, f"{network}, {lacking}{why_missing(point, lacking)}")
                 continue
-            (moved, most), (held, budget) = (
+            (moved, most), (peak, budget) = (
                 [point.values(name, quantity)[0] for name in (ours, theirs)] for quantity in (MOVED, MEASURED)
             )
             yield Comparison(
                 target("moved-share"),
                 spread([100 * moved / most]),
-                f"{network}, {theirs}: {amount(moved, 'MiB')} in {amount(held, 'MiB')} against "
+                f"{network}, {theirs}: {amount(moved, 'MiB')} in {amount(peak, 'MiB')} against "
                 f"{amount(most, 'MiB')} in {amount(budget, 'MiB')}",
             )
 

@@ -38,9 +38,9 @@ class OnRanks(Recipe[OutOfOrderSettings]):
     def references(self, point: Point) -> dict[str, str]:
         if self.quantity != "step":
             return {}
-        found = {"speed over ddp": "ddp"}
+        references = {"speed over ddp": "ddp"}
         peer = strongest_peer(point)
-        return found if peer in (None, "ddp") else {**found, f"speed over {peer}": peer}
+        return references if peer in (None, "ddp") else {**references, f"speed over {peer}": peer}
 
     @contextlib.contextmanager
     def network(self, settings: OutOfOrderSettings, hosts: int, rate: str | None) -> Iterator[Network]:
@@ -198,9 +198,9 @@ def bound_notes(point: Point, place: str) -> list[str]:
     carried = f" that carry {rate_text(cluster['gloo_bits'])}/s in an all-reduce" if cluster["gloo_bits"] else ""
     lines = [f"- {place}: {cluster['hosts']} hosts, {rate}{carried}"]
     for name in point.variants("step"):
-        found = bound_fraction(point, name)
-        if found and name not in BOUNDS:
-            lines.append(f"- {place}: {label(name)} reaches {show(found, 'x')} of max(compute, communication)")
+        fraction = bound_fraction(point, name)
+        if fraction and name not in BOUNDS:
+            lines.append(f"- {place}: {label(name)} reaches {show(fraction, 'x')} of max(compute, communication)")
             if point.has(name, IDLE) and point.at.get("compute") != "emulated":
                 lines[-1] += f"; it leaves its core idle {show(point.spread(name, IDLE), 'ms')} a step"
     ceiling = busy_ceiling(point)
@@ -221,14 +221,14 @@ class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
         case = of_case(settings, at["case"])
         with self.network(case, case.hosts, case.rate) as network:
             answers = self.run_job(case, network, tick, "losses", batches=case.steps)
-        found, ranks = answers[0]["variants"], [answer["variants"] for answer in answers]
-        rows = [Row(name, "loss", "nats", one["losses"]) for name, one in found.items()]
+        variants, ranks = answers[0]["variants"], [answer["variants"] for answer in answers]
+        rows = [Row(name, "loss", "nats", one["losses"]) for name, one in variants.items()]
         what = ("losses", "weights")
-        same = [name for name in found if all(one[name][key] == one["ddp"][key] for one in ranks for key in what)]
+        same = [name for name in variants if all(one[name][key] == one["ddp"][key] for one in ranks for key in what)]
         facts = {
             "losses and final weights bit-identical to ddp, on all ranks": ", ".join(same) or "none",
-            "final loss": {name: one["losses"][-1] for name, one in found.items()},
-            "k": {name: one["k"] for name, one in found.items() if one["k"] is not None},
+            "final loss": {name: one["losses"][-1] for name, one in variants.items()},
+            "k": {name: one["k"] for name, one in variants.items() if one["k"] is not None},
         }
         return Measured(rows, facts)
 

@@ -121,15 +121,15 @@ class CountedNetwork:
         Layers that work on one position (squeeze and excite, the classifier) belong to the block before, a block of one
         layer (the stem) to the one behind.
         """
-        found: list[list[int]] = []
+        blocks: list[list[int]] = []
         size: float = math.inf
         for number, layer in enumerate(self.layers, 1):
             if 1 < layer.positions < size:
-                if len(found) != 1 or len(found[0]) > 1:
-                    found.append([])
+                if len(blocks) != 1 or len(blocks[0]) > 1:
+                    blocks.append([])
                 size = layer.positions
-            found[-1].append(number)
-        return found
+            blocks[-1].append(number)
+        return blocks
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -142,15 +142,15 @@ class CountedNetwork:
         product, batch = layer.product, self.batch_size
         match task.kind:
             case Kind.F:
-                found = [self._kernel(_most(o) * batch, 0, self._moved(o)) for o in layer.before]
+                kernels = [self._kernel(_most(o) * batch, 0, self._moved(o)) for o in layer.before]
                 macs = product.macs * batch
-                return [*found, self._kernel(product.numbers_out * batch, macs, self._moved(product))]
+                return [*kernels, self._kernel(product.numbers_out * batch, macs, self._moved(product))]
             case Kind.O:
                 more = OUTPUT_GRADIENT_TRAFFIC
                 macs = product.macs * batch
-                found = [self._kernel(product.numbers_in * batch, macs, more * self._moved(product))]
+                kernels = [self._kernel(product.numbers_in * batch, macs, more * self._moved(product))]
                 behind = reversed(layer.before)
-                return [*found, *(self._kernel(_most(o) * batch, 0, more * self._moved(o)) for o in behind)]
+                return [*kernels, *(self._kernel(_most(o) * batch, 0, more * self._moved(o)) for o in behind)]
             case Kind.W:
                 parts = math.ceil(layer.positions * batch / POSITIONS_PER_BLOCK)
                 macs = product.macs * batch
@@ -232,7 +232,7 @@ def simulated_plans(
     """
     regions, buffers = network.regions, network.buffers()
     profile = profile or profile_regions(regions, network.kernels, network.device())
-    found: dict[str, TwoStreamTimeline] = {}
+    timelines: dict[str, TwoStreamTimeline] = {}
     for name in (ONE, *names):
         if name == ONE:
             plan = one_stream(regions)
@@ -241,10 +241,10 @@ def simulated_plans(
         elif name == PAPERS:
             plan = placed_as_figure_8(network)
         else:
-            max_bytes = int(MEMORY_SHARE * found[ONE].timeline.peak_bytes)
+            max_bytes = int(MEMORY_SHARE * timelines[ONE].timeline.peak_bytes)
             plan = joint_schedule_within(max_bytes, regions, profile, buffers)
-        found[name] = simulate_two_streams(plan, network.kernels, network.device(), buffers=buffers)
-    return found
+        timelines[name] = simulate_two_streams(plan, network.kernels, network.device(), buffers=buffers)
+    return timelines
 
 
 def forward_ms(network: CountedNetwork) -> list[float]:
@@ -295,7 +295,7 @@ def _most(operation: Operations) -> float:
 
 
 def _layers(operations: Sequence[Operations]) -> list[CountedLayer]:
-    found: list[CountedLayer] = []
+    layers: list[CountedLayer] = []
     before: list[Operations] = []
     for operation in operations:
         if not operation.has_kernel:
@@ -303,6 +303,6 @@ def _layers(operations: Sequence[Operations]) -> list[CountedLayer]:
             continue
         # each weight is used once a position; a bias is one more parameter, not one more multiplication
         positions = max(1, round(operation.macs / operation.parameters))
-        found.append(CountedLayer(tuple(before), operation, positions))
+        layers.append(CountedLayer(tuple(before), operation, positions))
         before = []
-    return found
+    return layers

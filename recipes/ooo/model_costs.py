@@ -60,11 +60,11 @@ def count(build: Callable[[], nn.Module], image_size: int = 224) -> list[Operati
         build: makes a network of images `(B, 3, H, W)`; its weights are never allocated.
         image_size: H and W.
     """
-    found: list[Operations] = []
+    operations: list[Operations] = []
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor) and not isinstance(module, nn.Flatten | nn.Identity | nn.Dropout):
-            found.append(_operations(module, inputs[0], output, samples))
+            operations.append(_operations(module, inputs[0], output, samples))
 
     samples = 2  # batch normalisation in training mode needs more than one
     with torch.device("meta"):
@@ -73,7 +73,7 @@ def count(build: Callable[[], nn.Module], image_size: int = 224) -> list[Operati
         model(torch.empty(samples, 3, image_size, image_size))
     for handle in handles:
         handle.remove()
-    return found
+    return operations
 
 
 def layer_costs(operations: Sequence[Operations], gpu: Gpu, batch_size: int) -> list[LayerCost]:

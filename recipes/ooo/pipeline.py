@@ -92,7 +92,7 @@ class PipelineTargets(CaseRecipe[PipelineSettings], StepsOnRanks):
         lines = []
         for point in result.points:
             where = f"{point.at['case']}, emulated compute"
-            known = point.variants(STEP)
+            variants = point.variants(STEP)
             kept, simulated = point.facts["layers alive"], point.facts["simulated ms"]
             for ranks, ours, peer, least, what in paper("ooo").targets["pipelines"]:
                 over = ratio(point, peer, ours)
@@ -102,9 +102,9 @@ class PipelineTargets(CaseRecipe[PipelineSettings], StepsOnRanks):
                     if ranks == PAPERS_RANKS and peer == GPIPE:
                         lines.append(Comparison(claim("pipeline"), over, note))
                     lines.append(Comparison(Target(what, "x", least), over, note))
-            if OURS in known and "ooo1" in known:
-                share, said = spread([kept[OURS] / kept["ooo1"]]), f"{kept[OURS]:g} and {kept['ooo1']:g}"
-                lines.append(Comparison(target("kept"), share, f"{where}; {said}; section 5.2.1"))
+            if OURS in variants and "ooo1" in variants:
+                share, remark = spread([kept[OURS] / kept["ooo1"]]), f"{kept[OURS]:g} and {kept['ooo1']:g}"
+                lines.append(Comparison(target("kept"), share, f"{where}; {remark}; section 5.2.1"))
             lines.append(worst_error(point))
         return lines
 
@@ -331,12 +331,12 @@ def best_of_torch(point: Point) -> str | None:
     return point.fastest([name for name in point.variants(STEP) if name.startswith("torch ")], STEP)
 
 
-def _apart(said: dict[str, tuple[float, float]]) -> dict[str, float]:
+def _apart(results: dict[str, tuple[float, float]]) -> dict[str, float]:
     """By variant, how far loss and norm are from one device's, relatively; the larger."""
-    whole = said[ONE]
+    whole = results[ONE]
     return {
-        name: max(abs(value / wanted - 1) for value, wanted in zip(found, whole, strict=True))
-        for name, found in said.items()
+        name: max(abs(value / wanted - 1) for value, wanted in zip(pair, whole, strict=True))
+        for name, pair in results.items()
         if name != ONE
     }
 

@@ -234,8 +234,8 @@ def _of_several_points(points: dict[str, Point]) -> list[Comparison]:
     """Figure 13's numbers that are formed of several points: strong scaling and averages."""
 
     def ratios(peer: str, name: str, *cases: str) -> list[float]:
-        found = [ratio(points[case], peer, name) for case in cases if case in points]
-        return [over.median for over in found if over is not None]
+        speedups = [ratio(points[case], peer, name) for case in cases if case in points]
+        return [over.median for over in speedups if over is not None]
 
     lines = []
     for network in ("BERT-24", "BERT-48"):

@@ -48,14 +48,14 @@ class Hosts(OnRanks):
     def points(self, settings: OutOfOrderSettings) -> list[dict[str, Any]]:
         cores = len(os.sched_getaffinity(0))
         real = [count for count in settings.host_counts if count <= cores]
-        found = [{"hosts": count, "compute": REAL} for count in real]
+        points = [{"hosts": count, "compute": REAL} for count in real]
         if settings.emulate_compute:
-            found += [{"hosts": count, "compute": EMULATED} for count in settings.host_counts]
+            points += [{"hosts": count, "compute": EMULATED} for count in settings.host_counts]
         elif len(real) < len(settings.host_counts):
             raise ValueError(
                 f"host_counts has more hosts than this machine has cores ({cores}): set emulate_compute=true"
             )
-        return found
+        return points
 
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
         hosts = at["hosts"]
@@ -98,8 +98,8 @@ class Hosts(OnRanks):
         for point in result.points:
             twin = real.get(point.at["hosts"])
             if point.at["compute"] == EMULATED and twin:
-                found = point.median("ddp", "step") / twin.median("ddp", "step")
-                lines.append(f"- sleeping layers take {found:.2f} of the real ddp's step on {point.at['hosts']} hosts")
+                share = point.median("ddp", "step") / twin.median("ddp", "step")
+                lines.append(f"- sleeping layers take {share:.2f} of the real ddp's step on {point.at['hosts']} hosts")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -168,8 +168,8 @@ class Sweep(OnRanks):
             speeds = {k: 1 / point.median(name, "step") for k, name in fixed(point).items()}
             if len(speeds) > 2:
                 breaks = concavity_breaks(speeds)
-                said = f"but at {breaks} of {len(speeds)} k" if breaks else "as the paper's search assumes"
-                lines.append(f"- throughput over k rises to one top and falls after it, {said}")
+                remark = f"but at {breaks} of {len(speeds)} k" if breaks else "as the paper's search assumes"
+                lines.append(f"- throughput over k rises to one top and falls after it, {remark}")
             lines += bound_notes(point, "sweep")
         return lines
 
@@ -189,8 +189,8 @@ class Sweep(OnRanks):
         axes.axhline(bound, color=charts.GREY, linewidth=1.5, label="bound max(compute, communication)")
         way = [(k, throughput(point, [ms]).median) for k, ms in point.facts.get("search", {}).get("path", [])]
         if way:
-            said = "the search's own measurements, in order"
-            axes.plot(*zip(*way, strict=True), color=charts.COLOURS[3], marker="x", linestyle=":", label=said)
+            text = "the search's own measurements, in order"
+            axes.plot(*zip(*way, strict=True), color=charts.COLOURS[3], marker="x", linestyle=":", label=text)
             for number, place in enumerate(way, start=1):
                 axes.annotate(str(number), place, textcoords="offset points", xytext=(4, 5), fontsize=8)
         axes.set_xlabel("k: layers whose weight gradients are computed last")
@@ -202,8 +202,8 @@ class Sweep(OnRanks):
 
 def fixed(point: Point) -> dict[int, str]:
     """The plain fixed-k variants of a point, by k."""
-    found = {int(name[5:]): name for name in point.variants("step") if re.fullmatch(r"ooo_k\d+", name)}
-    return dict(sorted(found.items()))
+    names = {int(name[5:]): name for name in point.variants("step") if re.fullmatch(r"ooo_k\d+", name)}
+    return dict(sorted(names.items()))
 
 
 def best_fixed(point: Point) -> str | None:
@@ -314,9 +314,9 @@ def _draw_parts(axes: Any, points: list[Point]) -> None:
         for name in SHOWN:
             if not point.has(name, PARTS[0]):
                 continue
-            found = {part: point.median(name, part) for part in PARTS if point.has(name, part)}
-            found["backward"] -= found.get("communication exposed", 0.0)
-            bars[f"{point.at['case']}: {label(name)}"] = found
+            parts = {part: point.median(name, part) for part in PARTS if point.has(name, part)}
+            parts["backward"] -= parts.get("communication exposed", 0.0)
+            bars[f"{point.at['case']}: {label(name)}"] = parts
             idle.append(point.median(name, IDLE))
     charts.stacked_bars(axes, bars, "ms of a step, one more fit with StepTimeline")
     for place, (bar, milliseconds) in enumerate(zip(bars.values(), idle, strict=True)):
@@ -361,16 +361,16 @@ def _memory(point: Point, timed: Point | None) -> list[Comparison]:
 
 
 def _all_identical(point: Point) -> bool:
-    found = point.facts["final weights bit-identical to ddp, on all ranks"].split(", ")
-    return all(name in found for name in point.variants("step") if name not in BOUNDS)
+    identical = point.facts["final weights bit-identical to ddp, on all ranks"].split(", ")
+    return all(name in identical for name in point.variants("step") if name not in BOUNDS)
 
 
 def _peer_note(point: Point, ours: str | None) -> str:
     peer = strongest_peer(point)
-    found = ratio(point, peer, ours) if ours else None
-    if found is None or peer == "ddp" or peer is None:
+    speedup = ratio(point, peer, ours) if ours else None
+    if speedup is None or peer == "ddp" or peer is None:
         return ""
-    return f"{found.median:.2f} x over {label(peer)}"
+    return f"{speedup.median:.2f} x over {label(peer)}"
 
 
 def _place(point: Point) -> str:

@@ -38,7 +38,7 @@ class Discussion(SimulatedRecipe[SimulatedSettings]):
         cluster = setting.cluster(_DEVICES, share, settings.latency_ms)
         sizes = Sizes(settings.partition_bytes, settings.bucket_bytes)
         k = 45
-        found = {
+        runs = {
             HEADINGS[BYTEPS]: run(BYTEPS, costs, cluster, sizes),
             K45: run(OURS, costs, cluster, sizes, k),
             f"{HEADINGS[OURS]}, best k": run(OURS, costs, cluster, sizes),
@@ -46,7 +46,7 @@ class Discussion(SimulatedRecipe[SimulatedSettings]):
             f"{HEADINGS[OURS_PRIORITY]}, best k": run(OURS_PRIORITY, costs, cluster, sizes),
         }
         rows = []
-        for name, (_, ran) in found.items():
+        for name, (_, ran) in runs.items():
             parts = {"step": ran.step_ms, "computation": ran.compute_ms, "communication overhead": ran.idle_ms}
             rows += [Row(name, quantity, "ms", [ms]) for quantity, ms in parts.items()]
         deferred_ms = sum(cost.weight_gradient_ms for cost in costs[1:k])
@@ -55,7 +55,7 @@ class Discussion(SimulatedRecipe[SimulatedSettings]):
             "gradient MB": round(sum(cost.size_bytes for cost in costs) / 1e6, 1),
             "GPU efficiency": round(setting.gpu.efficiency, 3),
             "network Gbit/s": round(cluster.between_nodes.bits_per_s / 1e9, 3),
-            "best k": {name: k for name, (k, _) in found.items() if "best" in name},
+            "best k": {name: k for name, (k, _) in runs.items() if "best" in name},
             "W2 to W45 (ms)": round(deferred_ms, 2),
         }
         return Measured(rows, facts)
@@ -162,10 +162,10 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
         self._efficiency: float | None = None
 
     def points(self, settings: SimulatedSettings) -> list[dict[str, Any]]:
-        for name, known in (("clusters", list(SETTINGS)), ("networks", [PAPERS_NETWORK, CALIBRATED])):
-            unknown = sorted(set(getattr(settings, name)) - set(known))
+        for name, options in (("clusters", list(SETTINGS)), ("networks", [PAPERS_NETWORK, CALIBRATED])):
+            unknown = sorted(set(getattr(settings, name)) - set(options))
             if unknown:
-                raise ValueError(f"{name}={unknown}: there are {', '.join(known)}")
+                raise ValueError(f"{name}={unknown}: there are {', '.join(options)}")
         measured = Path(settings.calibration).exists()
         return [at for at in super().points(settings) if at["network"] != CALIBRATED or measured]
 
@@ -332,8 +332,8 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
 
     def _check(self, settings: SimulatedSettings, model: str) -> float:
         assert self._efficiency is not None
-        known = dataclasses.replace(model_costs.P100_SXM2, efficiency=self._efficiency)
-        step_ms = compute_ms(layer_costs(self._count(settings, model), known, _CHECKED_BATCH))
+        device = dataclasses.replace(model_costs.P100_SXM2, efficiency=self._efficiency)
+        step_ms = compute_ms(layer_costs(self._count(settings, model), device, _CHECKED_BATCH))
         return round(1e3 * _CHECKED_BATCH / step_ms, 1)
 
 

@@ -173,7 +173,7 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             same = [f"{show(over, 'x')} with {_how(label)}" for label, over in gains(point).items()]
             plain = "the best plain step of the same allocator" if _is_on_cpu(point) else "the plain step"
             lines += [f"- {case}: two streams over {plain}: {', '.join(same)}."]
-            lines += [f"- {case}, {label}: {said}" for label, said in point.facts["reports"].items()]
+            lines += [f"- {case}, {label}: {report}" for label, report in point.facts["reports"].items()]
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -235,17 +235,17 @@ def _compile(
     settings: SingleDeviceSettings, request: dict[str, Any], cache: str, threads: int, missing: dict[str, str]
 ) -> dict[str, tuple[int, float]]:
     """Compile for each number of threads, so that later processes find it done; the number and seconds, by label."""
-    found: dict[str, tuple[int, float]] = {}
+    compiled: dict[str, tuple[int, float]] = {}
     for number in range(1, threads + 1):
         label = _label(COMPILED, number)
         try:
             workers = {"": _worker(request, settings.compile_limit_s, {}, cache)}
             with closing(workers):
-                found[label] = number, round(workers[""].ask({"do": "compile", "threads": number}), 2)
+                compiled[label] = number, round(workers[""].ask({"do": "compile", "threads": number}), 2)
         except WorkerError as error:
             took_long = f"compiling takes more than {settings.compile_limit_s:g} s (compile_limit_s)"
             missing[label] = took_long if "no answer" in str(error) else str(error).strip().splitlines()[0]
-    return found
+    return compiled
 
 
 def _look(
@@ -322,13 +322,13 @@ def best_gain(point: Point, kind: str) -> tuple[str | None, str | None, Spread |
 
 def gains(point: Point) -> dict[str, Spread]:
     """Two streams over the best plain step of the same allocator, by variant; the fastest allocator first."""
-    found: dict[str, Spread] = {}
+    speedups: dict[str, Spread] = {}
     ours = [label for label in point.variants(STEP) if label.startswith(TWO_STREAMS)]
     for label in sorted(ours, key=lambda label: point.median(label, STEP)):
         best = fastest(point, PLAIN, _how(label) if _is_on_cpu(point) else None)
         if best is not None:
-            found[label] = point.speedup(best, label, STEP)
-    return found
+            speedups[label] = point.speedup(best, label, STEP)
+    return speedups
 
 
 def verdict(over: Spread, wanted: float) -> str:
@@ -436,12 +436,12 @@ def on_device(settings: SingleDeviceSettings, case: dict[str, Any], tick: Tick) 
                 raise
             missing[label] = one_line(error) or type(error).__name__
             del blocks[label]
-    found = interleave(blocks, settings.rounds, 0, tick)
-    rows = [Row(label, STEP, "ms", [round(ms, 4) for ms, _, _ in fits]) for label, fits in found.items()]
-    eager = {name: found.get(f"{name}, {EAGER}", []) for name in (PLAIN, TWO_STREAMS)}
+    results = interleave(blocks, settings.rounds, 0, tick)
+    rows = [Row(label, STEP, "ms", [round(ms, 4) for ms, _, _ in fits]) for label, fits in results.items()]
+    eager = {name: results.get(f"{name}, {EAGER}", []) for name in (PLAIN, TWO_STREAMS)}
     if all(eager.values()):
         rows += [Row(name, ALIVE, "MiB", [round(mib, 4) for _, mib, _ in fits]) for name, fits in eager.items()]
-    kept = {label: [_kept(report) for *_, report in fits] for label, fits in found.items()}
+    kept = {label: [_kept(report) for *_, report in fits] for label, fits in results.items()}
     ours = {label: reports for label, reports in kept.items() if label.startswith(TWO_STREAMS)}
     facts = {
         "missing": missing,

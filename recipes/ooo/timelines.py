@@ -43,11 +43,11 @@ class Timelines(SimulatedRecipe[SimulatedSettings]):
             PRIORITISED: timeline(settings, 0, last={settings.layers}),
             REVERSED: timeline(settings, settings.k),
         }
-        rows = [Row(name, "step", "units", [found.makespan_ms]) for name, found in timelines.items()]
-        rows += [Row(name, "GPU idle", "units", [found.idle_ms["compute"]]) for name, found in timelines.items()]
+        rows = [Row(name, "step", "units", [run.makespan_ms]) for name, run in timelines.items()]
+        rows += [Row(name, "GPU idle", "units", [run.idle_ms["compute"]]) for name, run in timelines.items()]
         by_k = {str(k): timeline(settings, k).makespan_ms for k in range(settings.layers)}
         facts: dict[str, Any] = {"unit times": dict(settings.units), "units by k": by_k}
-        facts |= {timeline_fact(name): boxes(found) for name, found in timelines.items()}
+        facts |= {timeline_fact(name): boxes(run) for name, run in timelines.items()}
         return Measured(rows, facts)
 
     def references(self, point: Point) -> dict[str, str]:
@@ -112,10 +112,10 @@ def timeline(settings: SimulatedSettings, k: int, last: Collection[int] = ()) ->
     return simulate(backward_to_forward(schedule), settings.units, {"S": _NETWORK})
 
 
-def boxes(found: Timeline) -> list[tuple[str, str, float, float, str]]:
+def boxes(run: Timeline) -> list[tuple[str, str, float, float, str]]:
     """Name, lane, start, length and kind of each task, and of the GPU's idle times as the figure shows them."""
     lanes = {_NETWORK: _NETWORK}
-    tasks = [(s.name.rstrip("'"), lanes.get(s.lane, _GPU), s.start_ms, s.duration_ms, s.category) for s in found.spans]
+    tasks = [(s.name.rstrip("'"), lanes.get(s.lane, _GPU), s.start_ms, s.duration_ms, s.category) for s in run.spans]
     busy = sorted((start, start + length) for _, lane, start, length, _ in tasks if lane == _GPU)
     ends = [0.0, *(end for _, end in busy)]
     idle = [(end, start - end) for end, (start, _) in zip(ends, busy, strict=False) if start > end]
@@ -162,9 +162,9 @@ class PipelineTimelines(Recipe[PaperPipelineSettings]):
         lines = ["F, O and W of a layer take one unit each, messages none; the first layer has no O, as in the paper."]
         compared = self.compare(result)
         off = sum(not _agrees(line) for line in compared)
-        said = f"{off} of the figure's numbers do not hold, see above." if off else "The figure's numbers hold."
+        verdict = f"{off} of the figure's numbers do not hold, see above." if off else "The figure's numbers hold."
         none = "The paper gives no numbers for this figure; what it shows is in the table."
-        lines.append(said if compared else none)
+        lines.append(verdict if compared else none)
         if result.where == "Figure 12":
             flush = max(result.points, key=lambda point: int(point.at["layers"]))
             ratio = flush.speedup(PLAIN, DEALT, STEP).median
@@ -184,21 +184,21 @@ def variants(layers: int, ranks: int, micro_batches: int | None) -> dict[str, tu
     """The paper's three, and, with micro-batches, what others do."""
     blocks, dealt = pipeline.block(layers, ranks), pipeline.modulo(layers, ranks)
     plain = pipeline.cross_layer(blocks) if micro_batches is None else pipeline.gpipe(blocks, micro_batches)
-    found = {
+    schedules = {
         PLAIN: (plain, blocks),
         FORWARDED: (pipeline.ooo_pipe1(blocks, micro_batches), blocks),
         DEALT: (pipeline.ooo_pipe2(layers, ranks, micro_batches), dealt),
     }
     if micro_batches is None:
-        return found
-    found[AT_ONCE] = (pipeline.ooo_pipe2(layers, ranks, micro_batches, rule=pipeline.GREEDY), dealt)
-    found["1F1B"] = (pipeline.one_forward_one_backward(blocks, micro_batches), blocks)
-    found["ZB-H1"] = (pipeline.zb_h1(blocks, micro_batches), blocks)
-    found["interleaved 1F1B"] = (pipeline.interleaved(dealt, micro_batches), dealt)
-    found["interleaved zero bubble"] = (pipeline.interleaved_zero_bubble(dealt, micro_batches), dealt)
+        return schedules
+    schedules[AT_ONCE] = (pipeline.ooo_pipe2(layers, ranks, micro_batches, rule=pipeline.GREEDY), dealt)
+    schedules["1F1B"] = (pipeline.one_forward_one_backward(blocks, micro_batches), blocks)
+    schedules["ZB-H1"] = (pipeline.zb_h1(blocks, micro_batches), blocks)
+    schedules["interleaved 1F1B"] = (pipeline.interleaved(dealt, micro_batches), dealt)
+    schedules["interleaved zero bubble"] = (pipeline.interleaved_zero_bubble(dealt, micro_batches), dealt)
     down_and_up = pipeline.v_shape(layers, ranks)
-    found["ZBV"] = (pipeline.zbv(down_and_up, micro_batches), down_and_up)
-    return found
+    schedules["ZBV"] = (pipeline.zbv(down_and_up, micro_batches), down_and_up)
+    return schedules
 
 
 def _agrees(line: Comparison) -> bool:

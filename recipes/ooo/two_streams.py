@@ -60,8 +60,8 @@ class CountedRecipe(SimulatedRecipe[SimulatedSettings]):
         network = counted.counted_network(at["network"], at["batch_size"], image_size=settings.image_size)
         kind = "DenseBlock" if at["network"].startswith("DenseNet") else "block"
         names = [f"{kind}-{number}" for number in range(1, len(network.blocks) + 1)]
-        found = self.count(network, names, settings.issue_ms)
-        return Measured(found.rows, {"blocks": names, **found.facts})
+        measured = self.count(network, names, settings.issue_ms)
+        return Measured(measured.rows, {"blocks": names, **measured.facts})
 
     @abstractmethod
     def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
@@ -203,9 +203,9 @@ class Placements(CountedRecipe):
 
     def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
         profile = profile_regions(network.regions, network.kernels, network.device())
-        found = counted.simulated_plans(network, (PAPERS, JOINT), profile)
-        rows = _rows(STEP, "ms", found, [run.makespan_ms for run in found.values()])
-        two = {name: run for name, run in found.items() if name != ONE}
+        runs = counted.simulated_plans(network, (PAPERS, JOINT), profile)
+        rows = _rows(STEP, "ms", runs, [run.makespan_ms for run in runs.values()])
+        two = {name: run for name, run in runs.items() if name != ONE}
         for name, run in two.items():
             rows.append(Row(name, MAIN_WAITS, "ms", [round(run.timeline.idle_ms[_MAIN], 4)]))
             rows += [Row(name, f"{r.name} speedup", "x", [round(r.speedup, 4)]) for r in run.regions]
@@ -282,9 +282,9 @@ class Memory(CountedRecipe):
     given = Placements.given
 
     def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
-        found = counted.simulated_plans(network, (PAPERS, JOINT))
-        curves = {name: counted.memory_by_layer(run.timeline) for name, run in found.items()}
-        rows = [Row(name, PEAK, "GB", [round(run.timeline.peak_bytes / 1e9, 5)]) for name, run in found.items()]
+        runs = counted.simulated_plans(network, (PAPERS, JOINT))
+        curves = {name: counted.memory_by_layer(run.timeline) for name, run in runs.items()}
+        rows = [Row(name, PEAK, "GB", [round(run.timeline.peak_bytes / 1e9, 5)]) for name, run in runs.items()]
         for name in (PAPERS, JOINT):
             more = {layer: curves[name][layer] - alive for layer, alive in curves[ONE].items()}
             rows.append(Row(name, MOST_MORE, "MB", [round(max(more.values()) / 1e6, 2)]))
@@ -292,7 +292,7 @@ class Memory(CountedRecipe):
         facts = {
             "layers": list(curves[ONE]),
             **{f"GB, {name}": [round(b / 1e9, 4) for b in curve.values()] for name, curve in curves.items()},
-            "peak after (of the step)": {n: run.timeline.peak_ms / run.makespan_ms for n, run in found.items()},
+            "peak after (of the step)": {n: run.timeline.peak_ms / run.makespan_ms for n, run in runs.items()},
             "last layers of blocks": [block[-1] for block in network.blocks],
         }
         return Measured(rows, facts)
@@ -318,19 +318,19 @@ class Memory(CountedRecipe):
         count = len(result.points)
         drawing, panels = charts.panels(result.title, count, width=10.5, height=1.0 + 4.6 * count, rows=count)
         for axes, point in zip(panels, result.points, strict=True):
-            said, layers = [], point.facts["layers"]
+            titles, layers = [], point.facts["layers"]
             for index, name in enumerate((ONE, PAPERS, JOINT)):
                 curve, style = point.facts[f"GB, {name}"], ("-", "--", "-.")[index]
                 axes.plot(layers, curve, style, color=charts.COLOURS[index], label=name)
-                said.append(f"{name}: peak {point.values(name, PEAK)[0]:.3f} GB")
+                titles.append(f"{name}: peak {point.values(name, PEAK)[0]:.3f} GB")
                 if name != ONE:
-                    said[-1] += f", largest difference {point.values(name, MOST_MORE)[0]:,.0f} MB"
+                    titles[-1] += f", largest difference {point.values(name, MOST_MORE)[0]:,.0f} MB"
             edges = [0, *point.facts["last layers of blocks"]]
             top = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": 8}
             for block, start, end in zip(point.facts["blocks"], edges, edges[1:], strict=False):
                 axes.axvline(end + 0.5, color=charts.GREY, linewidth=0.7, linestyle=":")
                 axes.text((start + end + 1) / 2, 1.0, block, **top)
-            axes.set_title("\n".join([_where(point), *said]), fontsize=9, pad=16)
+            axes.set_title("\n".join([_where(point), *titles]), fontsize=9, pad=16)
             axes.set_xlim(max(layers) + 1, min(layers) - 1)
             axes.set_xlabel("layer whose output gradient ends, the last one first")
             axes.set_ylabel("alive (GB)")
@@ -347,9 +347,9 @@ class Speedups(CountedRecipe):
     )
 
     def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
-        found = counted.simulated_plans(network, (READY, JOINT))
-        rows = _rows(STEP, "ms", found, [run.makespan_ms for run in found.values()])
-        return Measured(rows, {"places idle on one stream": round(found[ONE].idle_share, 4)})
+        runs = counted.simulated_plans(network, (READY, JOINT))
+        rows = _rows(STEP, "ms", runs, [run.makespan_ms for run in runs.values()])
+        return Measured(rows, {"places idle on one stream": round(runs[ONE].idle_share, 4)})
 
     def compare(self, result: Result) -> list[Comparison]:
         points = {(point.at["network"], point.at["batch_size"]): point for point in result.points}
@@ -407,11 +407,11 @@ def _rows(quantity: str, unit: str, names: Iterable[str], values: Iterable[float
 
 def _kernel_times(run: TwoStreamTimeline) -> list[float]:
     """Start and end of each of the main-stream's kernels in turn; setting up the next one lies between two."""
-    found: list[float] = []
+    moments: list[float] = []
     for moment_ms, main, _ in run.occupancy:
-        if (main > 0) == (len(found) % 2 == 0):  # it starts, or has ended
-            found.append(round(moment_ms, 4))
-    return found
+        if (main > 0) == (len(moments) % 2 == 0):  # it starts, or has ended
+            moments.append(round(moment_ms, 4))
+    return moments
 
 
 def _issued_and_executed(point: Point) -> Iterator[Box]:
@@ -425,14 +425,14 @@ def _issued_and_executed(point: Point) -> Iterator[Box]:
 def _boxes(network: CountedNetwork, run: TwoStreamTimeline) -> list[Box]:
     """Each lane's stretches of one block; a gap of less than a thousandth of the step is not drawn."""
     block_of = {layer: number for number, block in enumerate(network.blocks) for layer in block}
-    found: list[Box] = []
+    boxes: list[Box] = []
     for span in run.timeline.spans:  # lane by lane
-        block, before = block_of[int(span.name.strip("FOWU'"))], found[-1] if found else None
+        block, before = block_of[int(span.name.strip("FOWU'"))], boxes[-1] if boxes else None
         start_ms, end_ms = round(span.start_ms, 4), round(span.end_ms, 4)
         if before and before[:2] == (block, span.lane) and start_ms - before[3] < run.makespan_ms / 1000:
-            start_ms = found.pop()[2]
-        found.append((block, span.lane, start_ms, end_ms))
-    return found
+            start_ms = boxes.pop()[2]
+        boxes.append((block, span.lane, start_ms, end_ms))
+    return boxes
 
 
 def _densenets(result: Result) -> list[Point]:

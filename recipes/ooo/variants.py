@@ -80,17 +80,17 @@ def variant(name: str) -> Variant:
     Raises:
         ValueError: no such variant.
     """
-    found = _NAME.fullmatch(name)
-    if not found:
+    match = _NAME.fullmatch(name)
+    if not match:
         raise ValueError(
             f"variant {name!r} is unknown: write ddp, ooo_auto, ooo_tuned or ooo_k<number>, then _waiting (ooo only) "
             "for cross_iteration=False and _layer_buckets for small buckets; or ddp_tuned_buckets, or priority"
         )
-    k: int | str | None = found["k"]
+    k: int | str | None = match["k"]
     if isinstance(k, str) and k.startswith("k"):
         k = int(k[1:])
-    priority = bool(found["priority"])
-    return Variant(name, k, not found["waiting"], bool(found["small"]) or priority, bool(found["tuned"]), priority)
+    priority = bool(match["priority"])
+    return Variant(name, k, not match["waiting"], bool(match["small"]) or priority, bool(match["tuned"]), priority)
 
 
 def label(name: str) -> str:

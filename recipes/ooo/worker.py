@@ -122,9 +122,9 @@ class Fits:
 
     def search(self, steps: int) -> Fit:
         """Let k="auto" find its k; `tuned` variants take it from then on."""
-        found = self.fit("ooo_auto", steps)
-        self.tuned_k = found.k
-        return found
+        fit = self.fit("ooo_auto", steps)
+        self.tuned_k = fit.k
+        return fit
 
     def step_ms(self, name: str) -> float:
         """One timed block: the median step of one fit, or of repeated all-reduces."""
@@ -209,12 +209,12 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
 def losses(request: dict[str, Any]) -> dict[str, Any]:
     """The loss of every step on this rank, and the final weights, by variant, over `epochs` of the data."""
     fits = _fits(request)
-    found = {}
+    variants = {}
     for name in request["variants"]:
         done = fits.fit(name, epochs=request["epochs"])
-        found[name] = {"losses": done.training.losses, "weights": done.training.weights, "k": done.k}
+        variants[name] = {"losses": done.training.losses, "weights": done.training.weights, "k": done.k}
         tell(name)
-    return {"variants": found}
+    return {"variants": variants}
 
 
 def memory(request: dict[str, Any]) -> dict[str, Any]:
@@ -278,9 +278,9 @@ def layers(request: dict[str, Any]) -> dict[str, Any]:
     """What each layer costs with all ranks at work on their cores, and the whole update."""
     model = _model(request)
     (batch,) = build_batches(request["data"], request["batch_size"], 1)
-    found = layer_times(model, batch[0])
+    times = layer_times(model, batch[0])
     update = update_ms(copy.deepcopy(model), lambda parameters: build_optimizer(request["optimizer"], parameters, {}))
-    return {"layers": [asdict(one) for one in found], "update_ms": update}
+    return {"layers": [asdict(one) for one in times], "update_ms": update}
 
 
 def _fits(request: dict[str, Any], wrap: Callable[[list[Batch]], list[Batch]] = list) -> Fits:

@@ -246,8 +246,8 @@ def alive_bytes(sized: SizedGraph, workspace: str = "fastest") -> list[int]:
     freed = [sum(sized.sizes[block] for block, later in uses.items() if later == NEVER) for uses in sized.next_use]
     alive = sum(sized.sizes[block] for block in sized.first_use)
     curve = []
-    for task, made in enumerate(sized.makes):
-        alive += sum(sized.sizes[block] for block in made)
+    for task, blocks in enumerate(sized.makes):
+        alive += sum(sized.sizes[block] for block in blocks)
         curve.append(alive + _workspace_bytes(sized, task, workspace))
         alive -= freed[task]
     return curve

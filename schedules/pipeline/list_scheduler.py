@@ -326,7 +326,7 @@ class _Run:
         cap = self._caps[rank]
         if cap == float("inf"):
             return True
-        size, held, lacks = self._size[stage], self._held[rank], self._lacks[rank]
+        size, reserved, lacks = self._size[stage], self._held[rank], self._lacks[rank]
         left = cap - self._live[rank] - size + cap * _ROUNDING
         if left < 0:
             return False
@@ -335,7 +335,7 @@ class _Run:
             mine = size if other == batch else 0.0
             if lacks[other] - mine > left:
                 return False
-            left += held[other] + mine
+            left += reserved[other] + mine
         return True
 
     def _ended(self, rank: int, cell: _Cell) -> None:

@@ -239,7 +239,7 @@ class FusedStepping:
         fusion = self._fusions.get(optimizer)
         if fusion is not None:
             return fusion
-        for swapped in [known for known in self._fusions if known not in trainer.strategy.optimizers]:
+        for swapped in [key for key in self._fusions if key not in trainer.strategy.optimizers]:
             self._drop(swapped)
         if self._make_fusion is not None:
             fusion = self._make_fusion(optimizer, trainer.lightning_module)

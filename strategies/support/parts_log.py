@@ -624,7 +624,7 @@ def _is_share_of_loss(key: str, examples: Sequence[Examples]) -> bool:
 
 def _misfit(by: By, key: str, look: FirstLook) -> str | None:
     """Where a number that is put together this way differs most from the whole batch's; None where it never does."""
-    worst, said = 0.0, None
+    worst, message = 0.0, None
     for index, one in enumerate(look.examples):
         whole = one.whole[LOGGED].get(key)
         number = numbers_of([part[LOGGED] for part in one.parts]).get(key)
@@ -639,5 +639,5 @@ def _misfit(by: By, key: str, look: FirstLook) -> str | None:
         if math.isfinite(there) and not off <= max(near, worst):
             worst = off if math.isfinite(off) else math.inf
             where = "where outputs of layers are others, sample by sample" if index else "in the first batch"
-            said = f"{here:.4g} for {there:.4g} {where}"
-    return said
+            message = f"{here:.4g} for {there:.4g} {where}"
+    return message

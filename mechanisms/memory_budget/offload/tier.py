@@ -227,7 +227,7 @@ def watch(storage: torch.UntypedStorage, heir: Heir) -> bool:
         watched.last_words = words.__next__
     elif type(storage) is not _Watched or gc.is_finalized(storage):  # the end comes to Python's knowledge once
         return False
-    watched.heirs[:] = [known for known in watched.heirs if known() is not None]
+    watched.heirs[:] = [reference for reference in watched.heirs if reference() is not None]
     watched.heirs.append(weakref.ref(heir))
     return True
 
