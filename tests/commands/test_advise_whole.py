@@ -158,7 +158,7 @@ def test_a_whole_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert out.splitlines()[-1].startswith("Trainer(")
     assert max(map(len, out.splitlines())) <= 100
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
-        *("advice.html", "advice.json", "advised_models.py"),
+        *("advice.html", "advice.json", "advised_models.py")
     ]
 
 

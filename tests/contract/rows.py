@@ -161,26 +161,17 @@ class Row:
             assert record.own_warnings or not warns, f"fusion was off ({record.reasons}) and nothing warned"
 
 
-PLAIN = {
-    "auto": Row("plain", lambda _: "auto"),
-    "ddp": Row("plain_ddp", lambda ddp: DDPStrategy(**ddp), plain="ddp"),
-}
+PLAIN = {"auto": Row("plain", lambda _: "auto"), "ddp": Row("plain_ddp", lambda ddp: DDPStrategy(**ddp), plain="ddp")}
 
 # Backward fusion updates before all gradients exist, so whatever looks at them all makes it step aside.
 IN_BACKWARD = frozenset({NORM_CLIP, GRADIENT_HOOK, MANUAL, LBFGS, CUSTOM_OPTIMIZER, SCALER, STEP_HOOK})
 # Forward fusion only needs updates that can be taken apart, and reads that it can see coming.
 IN_FORWARD = frozenset({LBFGS, CUSTOM_OPTIMIZER, STEP_HOOK, COMPILED})
 
-ON_ONE_DEVICE: dict[str, Any] = {
-    "unfused": IN_BACKWARD | {ACCUMULATION_HOOK, ALIASES, BACKWARD_HOOK},
-}
+ON_ONE_DEVICE: dict[str, Any] = {"unfused": IN_BACKWARD | {ACCUMULATION_HOOK, ALIASES, BACKWARD_HOOK}}
 FORWARD: dict[str, Any] = {"unfused": IN_FORWARD | {ALIASES}}
 DDP_BACKWARD: dict[str, Any] = {"unfused": IN_BACKWARD | {ALIASES, SPARSE, BACKWARD_HOOK}}
-OUT_OF_ORDER: dict[str, Any] = {
-    "plain": "ddp",
-    "unfused": IN_FORWARD | {ALIASES},
-    "refused": {SPARSE: "sparse"},
-}
+OUT_OF_ORDER: dict[str, Any] = {"plain": "ddp", "unfused": IN_FORWARD | {ALIASES}, "refused": {SPARSE: "sparse"}}
 # Two streams leave layers in order whose gradients somebody adds to, or reads as they come.
 IN_ORDER = frozenset(
     {
@@ -443,13 +434,7 @@ STRATEGIES = [
         soon=True,
         **BUDGET_DDP,
     ),
-    Row(
-        "memory_budget_ddp_parts",
-        lambda ddp: SplitsEverythingOnAllRanks(**ddp),
-        only=FEW,
-        **BUDGET_DDP,
-        **IN_PARTS,
-    ),
+    Row("memory_budget_ddp_parts", lambda ddp: SplitsEverythingOnAllRanks(**ddp), only=FEW, **BUDGET_DDP, **IN_PARTS),
     Row(
         "ooo_ddp",
         lambda ddp: OOODataParallelStrategy(**ddp) if ddp else "ooo_ddp",

@@ -217,11 +217,7 @@ def test_copies_and_pickles(cell):
     file = io.BytesIO()
     torch.save(scan, file)
     file.seek(0)
-    for other in (
-        copy.deepcopy(scan),
-        pickle.loads(pickle.dumps(scan)),
-        torch.load(file, weights_only=False),
-    ):
+    for other in (copy.deepcopy(scan), pickle.loads(pickle.dumps(scan)), torch.load(file, weights_only=False)):
         assert other.solver == "chunk"
         assert other.weight_hh_l0 is not scan.weight_hh_l0
         assert_same(plain, other, data)

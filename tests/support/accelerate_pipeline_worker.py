@@ -134,9 +134,7 @@ def same(replicas: str) -> None:
     whole = pipeline.state_dict()
     assert (whole is not None) == (accelerator.process_index % (RANKS // count) == 0)
     loader = prepare_data_loader(
-        DataLoader(data(), BATCH),
-        num_processes=pipeline.data_parallel_size,
-        process_index=pipeline.data_parallel_rank,
+        DataLoader(data(), BATCH), num_processes=pipeline.data_parallel_size, process_index=pipeline.data_parallel_rank
     )
     plain = Plain(count)
     plain.run()

@@ -113,11 +113,5 @@ def _by_sample(node: Node) -> Node:
 
 
 PIPELINE = Mechanism(
-    "ooo_pipeline",
-    lambda: Fit(_strategy, _ran),
-    in_a_row,
-    exact=False,
-    every=4,
-    here=False,
-    train=train_in_stages,
+    "ooo_pipeline", lambda: Fit(_strategy, _ran), in_a_row, exact=False, every=4, here=False, train=train_in_stages
 )

@@ -128,9 +128,7 @@ LIGHTNING = [
         every=5,
     ),
     _lightning(
-        "callback_forward",
-        lambda: Fit(did=_fused_by_callback, callbacks=lambda: [FuseOptimizer("forward")]),
-        every=5,
+        "callback_forward", lambda: Fit(did=_fused_by_callback, callbacks=lambda: [FuseOptimizer("forward")]), every=5
     ),
     _lightning("memory_budget", lambda: Fit(lambda spec: "memory_budget", _planned), every=4),
     _lightning("memory_budget_tight", lambda: _Tight(did=_moved), fit=roomy, exact=False, share=10, every=5),

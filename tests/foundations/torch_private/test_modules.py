@@ -352,10 +352,7 @@ def test_canaries_die_of_a_ddp_that_tells_nothing(always, wrap, monkeypatch):
 
 @pytest.mark.parametrize(
     ("test", "name"),
-    [
-        (test_backward_fusion_sees_module_backward_hooks, "backward_hooks"),
-        (test_fusion_sees_step_hooks, "step_hooks"),
-    ],
+    [(test_backward_fusion_sees_module_backward_hooks, "backward_hooks"), (test_fusion_sees_step_hooks, "step_hooks")],
 )
 def test_canaries_die_of_hooks_that_lie_elsewhere(test, name, monkeypatch):
     monkeypatch.setattr(nn_and_optim, name, lambda thing: False)

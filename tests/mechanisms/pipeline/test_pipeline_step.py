@@ -49,10 +49,7 @@ OF_TRANSFORMERS: dict[str, list[Case]] = {
 LATER_SAME: dict[str, list[Case]] = {
     "schedules_of_ours_on_two_ranks": [(2, f"gradients|sequential|{LATER}|1")],
     "schedules_of_ours_on_four_ranks": [(4, f"gradients|sequential|{SOON},{LATER}|1")],
-    "torchs_schedules": [
-        (2, f"gradients|sequential|{TORCHS}|1"),
-        (4, "gradients|sequential|InterleavedZeroBubble|1"),
-    ],
+    "torchs_schedules": [(2, f"gradients|sequential|{TORCHS}|1"), (4, "gradients|sequential|InterleavedZeroBubble|1")],
     "single_precision": [(2, "gradients|sequential,tied,residual|ooo1,1f1b|1|float32")],
     "pipelines_side_by_side": [(4, "gradients|sequential,tied,residual|ooo1,1f1b|2")],
     "eight_ranks": [(8, "gradients|sequential,tied|ooo1,1f1b|2")],

@@ -12,15 +12,7 @@ from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Point, Result, Row, percent_more, ratio
 from retime.recipes.core.schema import Hardware
 from retime.recipes.emulated import ClusterUnavailable
-from retime.recipes.ooo.cluster import (
-    PEAK,
-    Convergence,
-    Memory,
-    bound_fraction,
-    bound_ms,
-    identical,
-    strongest_peer,
-)
+from retime.recipes.ooo.cluster import PEAK, Convergence, Memory, bound_fraction, bound_ms, identical, strongest_peer
 from retime.recipes.ooo.reverse_first_k import Hosts, Sweep, Targets, best_fixed, concavity_breaks, within_best
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
 from retime.recipes.ooo.variants import label, variant

@@ -9,7 +9,15 @@ from rich.console import Console
 from retime.recipes.core.claims import Claim, Target, paper
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.ooo.claims import claim, target
-from retime.recipes.ooo.pipeline import STEP, PipelineLinks, PipelineTargets, RealLayers, simulated_ms
+from retime.recipes.ooo.pipeline import (
+    PEAK,
+    STEP,
+    PipelineLinks,
+    PipelineMemory,
+    PipelineTargets,
+    RealLayers,
+    simulated_ms,
+)
 from retime.recipes.ooo.settings import PipelineSettings, of_case
 from support.recipes import assert_draws, settings_for
 
@@ -140,3 +148,22 @@ def test_the_peer_is_the_fastest_of_torchs_own() -> None:
     assert [line.against for line in lines] == [target(name) for name in ("over-best", "over-gpipe", "apart")]
     assert [line.measured.median for line in lines if line.measured] == pytest.approx([0.9, 1.3, 1e-3])
     assert lines[0].note.endswith("torch 1F1B")
+
+
+@pytest.mark.long
+def test_fast_forwarding_holds_output_gradients_longer(tmp_path: Path) -> None:
+    """Tensors of a rank are counted: 1F1B has fewer micro-batches' activations at once than GPipe on the last rank."""
+    pytest.importorskip("transformers")
+    config = "cases.BERT-24.model.model.config"
+    small = ["rounds=1", "ranks=2", "schedules=[gpipe,ooo1_flush,1f1b]", f"{config}.num_hidden_layers=4"]
+    settings = settings_with(*small, experiment="ooo_pipeline_memory")
+    recipe = PipelineMemory()
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    (point,) = result.points
+    by_rank = point.facts["MiB by rank"]
+    assert by_rank["1f1b"][1] < 0.8 * by_rank["gpipe"][1]
+    assert by_rank["gpipe"][1] < by_rank["ooo1_flush"][1] < 1.11 * by_rank["gpipe"][1]
+    assert point.values("gpipe", PEAK) == [max(by_rank["gpipe"])]
+    (line,) = recipe.compare(result)
+    assert line.against == claim("forwarding-memory")
+    assert_draws(recipe, result, tmp_path)

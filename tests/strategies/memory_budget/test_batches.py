@@ -41,10 +41,7 @@ def many_kinds(a: Tensor, b: Tensor, c: Tensor, y: Tensor) -> Any:
 
 
 KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Tensor]]]] = {
-    "known": (
-        many_kinds,
-        lambda batch: [batch[0]["in"]["x"], batch[1].x, batch[2]["x"], batch[0]["out"][0][0]],
-    ),
+    "known": (many_kinds, lambda batch: [batch[0]["in"]["x"], batch[1].x, batch[2]["x"], batch[0]["out"][0][0]]),
     "object": (Graph, lambda batch: [*batch.held["x"], batch.held["y"]]),
 }
 

@@ -28,8 +28,7 @@ def test_sizes_of_buckets(total: int, cap: int, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "ranks", "piece"),
-    [(MIB, 2, MIB // 4), (5 * MIB, 2, -(-5 * MIB // 6)), (64 * MIB, 2, MIB), (100, 4, 13)],
+    ("nbytes", "ranks", "piece"), [(MIB, 2, MIB // 4), (5 * MIB, 2, -(-5 * MIB // 6)), (64 * MIB, 2, MIB), (100, 4, 13)]
 )
 def test_pieces_of_a_ring_are_no_larger_than_a_mebibyte(nbytes: int, ranks: int, piece: int) -> None:
     assert _piece_bytes(nbytes, ranks) == piece

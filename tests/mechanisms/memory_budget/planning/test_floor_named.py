@@ -35,8 +35,7 @@ def dense(*widths: int) -> nn.Sequential:
 
 def images(*norms: nn.Module) -> nn.Sequential:
     return nn.Sequential(
-        *(nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 8, 3, padding=1), *norms, nn.ReLU(), nn.Flatten()),
-        nn.Linear(128, 4),
+        *(nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 8, 3, padding=1), *norms, nn.ReLU(), nn.Flatten()), nn.Linear(128, 4)
     )
 
 
