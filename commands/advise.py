@@ -285,7 +285,7 @@ class _Measuring:
         self._advice, self._cores = advice, cores
         self._base: Running | None = None
         self._base_method = PLAIN
-        self._anew = False
+        self._anew = True
         """Whether processes are started, and not forked, which takes seconds less: memory lies alike in all forks."""
         self._ddp: Method | None = None
 
@@ -300,6 +300,7 @@ class _Measuring:
         advice = self._advice
         try:
             self._find_strongest()
+            self._anew = False
             self._base_of(PLAIN)
         except MethodError as error:
             if error.missing:
@@ -400,8 +401,9 @@ class _Measuring:
             step_ms, peak_bytes = self._base.block(limit, median(self._base.steps(limit, 2)["ms"]))
             if method is self._ddp:
                 self._advice.ddp_ms = step_ms
-            elif self._advice.plain_ms is None:
-                self._advice.plain_ms, self._advice.plain_bytes = step_ms, peak_bytes
+            else:
+                if self._advice.plain_ms is None:
+                    self._advice.plain_ms, self._advice.plain_bytes = step_ms, peak_bytes
                 self._advice.spans["plain"] = self._base.steps(limit, 3, spans=True)["spans"]
         return self._base
 

@@ -29,7 +29,7 @@ from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.parts import samples_in
 from retime.foundations.storages import strided_bytes
 from retime.foundations.torch_private.engine import tree_leaves
-from retime.foundations.workers import Answer, keep_heap, next_request
+from retime.foundations.workers import Answer, keep_heap, next_request, touch_libraries
 
 _MANY = 10**6
 """Batches that the loader says to have; a fit is ended from outside."""
@@ -363,6 +363,7 @@ def _fit(request: dict[str, Any]) -> None:
     """Train by `request["method"]`; it answers from inside of the fit, which does not return."""
     if request["keep_heap"]:
         keep_heap()
+    touch_libraries()
     torch.set_num_threads(request["threads"])
     torch.manual_seed(0)
     given = given_by(argparse.Namespace(**request["job"]), request["words"])

@@ -217,7 +217,7 @@ class BucketScheduler:
         """
         first = self.first_bucket
         ours = defers and first is not None and bucket.index() >= first
-        final = has_rebuilt_buckets(self._model) or self.never_rebuilds
+        final = self.buckets.is_steady or has_rebuilt_buckets(self._model) or self.never_rebuilds
         if not self.buckets.learn(bucket, final=final) and ours:
             raise RuntimeError(
                 "DistributedDataParallel built its buckets anew in the middle of training, and gradients were sent "
@@ -415,7 +415,7 @@ class OutOfOrderDataParallel:
     ) -> None:
         check_model(model)
         most = None if max_memory is None else parse_bytes("max_memory", max_memory)
-        self.model = model
+        self.model, self._joins = model, join_reader(model)
         self._expects_loss = expects_loss
         self._report = OutOfOrderReport()
         self._deferral = WeightGradientDeferral(
@@ -424,7 +424,7 @@ class OutOfOrderDataParallel:
         self._passes = self._deferral.split.passes
         self._passes.splits = False  # until a forward pass whose gradients are synchronised
         self.k_choice = KChoice(model, self._deferral, k, most, known_k)
-        self._divide, self._joins = divide, join_reader(model)
+        self._divide = divide
         self._arrivals = InFlightReductions(self._report, cross_iteration=cross_iteration)
         self._updates: list[CrossIterationUpdates] = []
         self._detached = FusionReport("forward")  # counts of those that were removed

@@ -287,14 +287,16 @@ class PipelineMemory(StepsOnRanks):
 
     def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = of_case(settings, at["network"])
-        rows, by_rank = [], {}
+        rows, by_rank, stages = [], {}, {}
         for name in case.schedules:
             request = {**asdict(case), "do": "remembering", "schedule": name}
             answers = run_ranks(loopback(case.ranks), serve, request, timeout_s=case.timeout_s)
-            rows.append(Row(name, PEAK, "MiB", [round(max(ranks) / 2**20, 3) for ranks in zip(*answers, strict=True)]))
-            by_rank[name] = [round(median(peaks) / 2**20, 3) for peaks in answers]
+            peaks = [one["peak_bytes"] for one in answers]
+            rows.append(Row(name, PEAK, "MiB", [round(max(ranks) / 2**20, 3) for ranks in zip(*peaks, strict=True)]))
+            by_rank[name] = [round(median(values) / 2**20, 3) for values in peaks]
+            stages[name] = answers[0]["stages"]
             tick(name)
-        return Measured(rows, {"ranks": case.ranks, "MiB by rank": by_rank})
+        return Measured(rows, {"ranks": case.ranks, "stages": stages, "MiB by rank": by_rank})
 
     def blocks(self, settings: PipelineSettings) -> int | None:
         return sum(len(of_case(settings, name).schedules) for name in settings.cases)
@@ -313,13 +315,13 @@ class PipelineMemory(StepsOnRanks):
     def notes(self, result: Result) -> list[str]:
         return [
             "Tensors of the rank that has most: parameters, their gradients, Adam's state, activations and messages. "
-            "*_flush runs all forward passes first, as GPipe and the paper do."
+            "*_flush runs all forward passes first, as GPipe and the paper do. Ranks have equally many layers."
         ]
 
     def draw(self, result: Result, path: Path) -> None:
         drawing, panels = charts.panels(titled(result), len(result.points), width=7.5, height=4.8)
         for axes, point in zip(panels, result.points, strict=True):
-            peaks = {NAMES[name]: point.spread(name, PEAK) for name in point.variants(PEAK)}
+            peaks = {NAMES.get(name, name): point.spread(name, PEAK) for name in point.variants(PEAK)}
             charts.bars(axes, peaks, [_colour(name) for name in point.variants(PEAK)], 20)
             axes.set_ylabel("most bytes of tensors on a rank (MiB)")
             axes.set_title(f"{point.at['network']}, {point.facts['ranks']} ranks", fontsize=9)

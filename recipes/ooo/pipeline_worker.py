@@ -118,7 +118,7 @@ def computing(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def remembering(request: dict[str, Any]) -> list[int]:
+def remembering(request: dict[str, Any]) -> dict[str, Any]:
     """The most bytes of this rank's tensors in a step, with its parameters and Adam's state; by round.
 
     Raises:
@@ -129,7 +129,8 @@ def remembering(request: dict[str, Any]) -> list[int]:
         raise RuntimeError(f"a pool counts the bytes of tensors, and {counter.why_not}")
     model = build_model(request["model"], CPU, request["seed"])
     (batch,) = build_batches(request["data"], request["batch_size"], 1)
-    pipeline = PipelineStep(model, microbatches=request["micro_batches"], schedule=request["schedule"], split="fastest")
+    how = {key: request[key] for key in ("schedule", "layers_per_stage")}
+    pipeline = PipelineStep(model, microbatches=request["micro_batches"], split="even", **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     peaks = []
     for _ in range(_BEFORE + request["rounds"]):
@@ -139,8 +140,9 @@ def remembering(request: dict[str, Any]) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
         peaks.append(counter.counts().peak_live)
+    stages = pipeline.report().stages
     pipeline.remove()
-    return peaks[_BEFORE:]
+    return {"peak_bytes": peaks[_BEFORE:], "stages": stages}
 
 
 def schedule_of(variant: str) -> tuple[str, int | None]:

@@ -63,7 +63,10 @@ class RankRuns:
         """Start a first pair, unless there was one or there is nothing to run, and say so."""
         first = bool(self._scenarios) and not self._logs
         if first:
-            self._start(self._scenarios, 0)
+            try:
+                self._start(self._scenarios, 0)
+            except Exception:  # this row's, and not that of the one that is waited for: it starts again when asked
+                self.stop()
         return first
 
     def records(self, scenario: str) -> list[Record]:

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from contract import broken
 from contract.bench import run
-from contract.ranks import RankError, RankRuns
+from contract.ranks import AT_WORK, RankError, RankRuns, let_work
 from contract.record import Record, Refusal, assert_same_run, differences, snapshot
 from contract.rows import PLAIN, Row
 from contract.scenarios import SCENARIOS
@@ -68,6 +68,21 @@ def test_catches_ranks_that_differ_fail_or_hang(tmp_path: Path) -> None:
             ours.records("optimizer_momentum")
     finally:
         ours.stop()
+
+
+def test_ranks_that_fail_while_others_are_waited_for_fail_by_their_own_name(tmp_path: Path) -> None:
+    names = "fails_on_one_rank", "plain_ddp"
+    fails, healthy = rows = [RankRuns(name, ["optimizer_sgd", "optimizer_adam"], tmp_path / name) for name in names]
+    at_work = []
+    healthy.meanwhile = lambda: (let_work(rows), at_work.append(sum(one.works for one in rows)))
+    try:
+        assert all(isinstance(one, Record) for one in healthy.records("optimizer_adam"))
+        assert 1 <= max(at_work) <= AT_WORK
+        with pytest.raises(RankError, match="rank 1 broke"):
+            fails.records("optimizer_adam")
+    finally:
+        for one in rows:
+            one.stop()
 
 
 def test_catches_a_refusal_on_one_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,14 @@ def test_killed_parents_leave_no_busy_worker(way: str, tmp_path: Path) -> None:
     assert ended(pids.split())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's, and madvise that makes files resident Linux's")
+def test_a_forked_process_is_measured_like_a_started_one() -> None:
+    answers = [answer_once(serve, {"do": "measure"}, **options) for options in WAYS.values()]
+    (forked, kept), (started, _) = answers
+    assert forked == pytest.approx(started, rel=0.05)
+    assert kept >= 60 * 2**20
+
+
 def test_an_objects_methods_answer_what_they_are_asked_to_do() -> None:
     worker = Worker(Counter, {"do": "add", "number": 2}, limit_s(60), variables=VARIABLES)
     try:

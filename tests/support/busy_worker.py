@@ -6,7 +6,10 @@ import sys
 import time
 from typing import Any
 
-from retime.foundations.workers import Answer, Worker, tell
+import torch
+
+from retime.foundations.measure import status_bytes
+from retime.foundations.workers import Answer, Worker, keep_heap, tell, touch_libraries
 
 
 def serve() -> Answer:
@@ -20,6 +23,12 @@ def answer(request: dict[str, Any]) -> Any:
     if request["do"] == "fail":
         print("before it failed", flush=True)
         raise ValueError("had enough")
+    if request["do"] == "measure":
+        touch_libraries()
+        keep_heap()
+        before = status_bytes("VmRSS")
+        torch.ones(2**24)  # 64 MiB, which are free again
+        return before, status_bytes("VmRSS") - before
     child = subprocess.Popen(["sleep", "600"])
     tell(f"{os.getpid()} {child.pid}")
     time.sleep(600)

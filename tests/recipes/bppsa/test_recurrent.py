@@ -208,8 +208,8 @@ def test_an_unknown_kind_of_case_is_refused(tmp_path: Path):
 
 
 def test_from_the_command_line(run: Callable[..., Path]):
-    overrides = ["rounds=1", "warmup_rounds=0", "steps=1", "sequence_lengths=[10]", "batch_sizes=[]", "batch_size=2"]
+    overrides = ["rounds=1", "warmup_rounds=0", "steps=1", "sequence_lengths=[5,10]", "batch_sizes=[]", "batch_size=2"]
     found = run("experiment=bppsa_fig8", *overrides)
     assert "outputs/bppsa/figure-8/cpu/" in found.as_posix()
-    assert load(found).points[0].at == {"T": 10, "B": 2}
+    assert [point.at for point in load(found).points] == [{"T": 5, "B": 2}, {"T": 10, "B": 2}]
     assert figures.along(load(found), "B") == []
