@@ -44,8 +44,7 @@ KEPT_HEAP = {
     "MALLOC_TOP_PAD_": "67108864",
 }
 """An environment: the C library maps no memory and gives none back, and its heap grows by 64 MiB."""
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # mallopt(3)
-_MADV_POPULATE_READ = 22  # madvise(2)
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _MADV_POPULATE_READ = -1, -2, -4, 22  # mallopt(3), madvise(2)
 _LINES = 3000  # characters of what a process printed before it died
 _GRACE_S = 10.0
 _PORTS = 16  # that are held; ranks have met at the oldest by then
