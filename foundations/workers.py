@@ -222,14 +222,12 @@ def touch_libraries() -> None:
 
     Else pages that a step happens to touch first would count as what it needs. Kernels before Linux 5.14 do nothing.
     """
-    if sys.platform != "linux":
-        return
-    madvise = ctypes.CDLL(None).madvise
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    libc = ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text().splitlines() if sys.platform == "linux" else ():
         bounds, access, *_, file = line.split(maxsplit=5)
         if access.startswith("r") and file.startswith("/"):
             start, end = (int(bound, 16) for bound in bounds.split("-"))
-            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_POPULATE_READ)
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_POPULATE_READ)
 
 
 def free_port() -> int:

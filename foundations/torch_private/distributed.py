@@ -5,6 +5,7 @@ All of them were seen to do this in torch 2.13. The module takes a second to imp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal
@@ -116,18 +117,33 @@ def pipeline_runtime(
     Raises:
         PrivateNameError: this torch has no such runtime.
     """
+    runtime_of, action_of, kinds = _torchs_runtime()
+    runtime: Any = runtime_of(list(stages), micro_batches, loss_fn=None, scale_grads=False)
+    if with_messages is None:
+        actions = {
+            rank: [action_of(stage, kinds[kind], batch) for kind, stage, batch in order]
+            for rank, order in orders.items()
+        }
+        runtime._prepare_schedule_with_comms(actions)
+        runtime.pipeline_order_with_comms = {
+            rank: _asked_ahead(order, ask_ahead) for rank, order in runtime.pipeline_order_with_comms.items()
+        }
+    else:
+        runtime.pipeline_order_with_comms = with_messages
+        rank_of = {stage: rank for rank, order in orders.items() for _, stage, _ in order}
+        for one in stages:  # a new runtime has dealt them out in turn
+            one.stage_index_to_group_rank = rank_of
+    return runtime
+
+
+@functools.cache
+def _torchs_runtime() -> tuple[Any, Any, dict[str, Any]]:
+    """The runtime's class, that of an action, and what an action can be by our letters."""
     with needed_by(_FEATURE):
         from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-        _PipelineScheduleRuntime._prepare_schedule_with_comms  # noqa: B018
-        _PipelineScheduleRuntime._step_microbatches  # noqa: B018
-        _PipelineScheduleRuntime._initialize_stages  # noqa: B018
-    kinds = {
-        "F": _ComputationType.FORWARD,
-        "O": _ComputationType.BACKWARD_INPUT,
-        "W": _ComputationType.BACKWARD_WEIGHT,
-        "B": _ComputationType.FULL_BACKWARD,
-    }
+        own = attrgetter("_prepare_schedule_with_comms", "_step_microbatches", "_initialize_stages")
+        own(_PipelineScheduleRuntime)
 
     class Runtime(_PipelineScheduleRuntime):
         """Stages know what they send and receive: nothing is tried out."""
@@ -144,21 +160,8 @@ def pipeline_runtime(
             """What each rank does, messages included."""
             return self.pipeline_order_with_comms
 
-    runtime: Any = Runtime(list(stages), micro_batches, loss_fn=None, scale_grads=False)  # type: ignore[no-untyped-call]
-    if with_messages is None:
-        actions = {
-            rank: [_Action(stage, kinds[kind], batch) for kind, stage, batch in order] for rank, order in orders.items()
-        }
-        runtime._prepare_schedule_with_comms(actions)
-        runtime.pipeline_order_with_comms = {
-            rank: _asked_ahead(order, ask_ahead) for rank, order in runtime.pipeline_order_with_comms.items()
-        }
-    else:
-        runtime.pipeline_order_with_comms = with_messages
-        rank_of = {stage: rank for rank, order in orders.items() for _, stage, _ in order}
-        for one in stages:  # a new runtime has dealt them out in turn
-            one.stage_index_to_group_rank = rank_of
-    return runtime
+    kinds = {"F": "FORWARD", "O": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT", "B": "FULL_BACKWARD"}
+    return Runtime, _Action, {letter: getattr(_ComputationType, name) for letter, name in kinds.items()}
 
 
 def _asked_ahead(order: Sequence[Any], ahead: int) -> list[Any]:

@@ -301,9 +301,6 @@ class PipelineMemory(StepsOnRanks):
     def blocks(self, settings: PipelineSettings) -> int | None:
         return sum(len(of_case(settings, name).schedules) for name in settings.cases)
 
-    def references(self, point: Point) -> dict[str, str]:
-        return {f"memory of {GPIPE}": GPIPE}
-
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for point in result.points:

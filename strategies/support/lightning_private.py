@@ -120,7 +120,8 @@ def given_device(strategy: SingleDeviceStrategy) -> torch.device:
 def skips_backward(trainer: Trainer) -> bool:
     """Whether a callback takes the backward pass away (SWA's BatchNorm epoch); for memory budgets."""
     feature = "memory budgets in StochasticWeightAveraging's BatchNorm epoch"
-    return bool(read_private(trainer.fit_loop, "_skip_backward", feature))
+    skips = getattr(trainer.fit_loop, "_skip_backward", None)
+    return bool(read_private(trainer.fit_loop, "_skip_backward", feature) if skips is None else skips)
 
 
 def logged_step(trainer: Trainer) -> int:
