@@ -4,10 +4,9 @@
     retime advise my_package.models:module_and_data --devices 2 --memory 8GiB --json advice.json --html advice.html
     retime advise --config conf/train.yaml --network 10gbit --ranks 8 model.width=64
 
-It takes what `retime plan` takes: a function that returns (model, batch) or (LightningModule, LightningDataModule), or
-a config. Each method trains in processes of its own, which build the model from that name again, with one batch
-over and over; the model itself is only read. What a Trainer is to be told besides goes in by --trainer, such as
---trainer gradient_clip_val=1.0, as some methods do nothing under it.
+It takes what `retime plan` takes. Each method trains in processes of its own, which build the model from that name
+again, with one batch over and over; the model itself is only read. What a Trainer is to be told besides goes in by
+--trainer, such as --trainer gradient_clip_val=1.0, as some methods do nothing under it.
 
 Each method takes turns with the strongest plain step: torch's fused optimizer kernel where there is one, the best
 number of threads, and the C library's heap kept or not, whichever was fastest. Methods for several ranks are compared

@@ -21,6 +21,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 _SENTENCE = re.compile(r"(?<=[^\d.])\. ")
 """Where the first sentence of a reason ends; the page and JSON have it whole."""
+_MODULE = re.compile(r"(retime(?:\.[a-z_]+)*)\.\w+\(")
 _HEADINGS = ("speed", "", "step", "peak", "result")
 
 Whole = dict[str, Any]
@@ -58,12 +59,11 @@ def advice(whole: Whole) -> Iterator[str]:
         of_ddp = f"{on_ranks['name']} has {_gain(on_ranks)} times its speed: {_written(whole, on_ranks)}"
         yield f"If you train with ddp on {whole['devices']} ranks: {of_ddp}"
     strongest = plain["strongest"]
+    taken = row or {**strongest, "step_ms": plain["step_ms"]}
+    own = plain["as_it_is_ms"] / taken["step_ms"]
     if row is None:
-        own = plain["as_it_is_ms"] / plain["step_ms"]
         yield f"Nothing is faster here than the strongest plain step: {own:.2f} times the speed of the step as it is."
-        threads, kept = strongest["threads"], strongest["kept_heap"]
     else:
-        own = plain["as_it_is_ms"] / row["step_ms"]
         yield (
             f"Take {row['name']}: {_gain(row)} times the speed of the strongest plain step, {own:.2f} times that of "
             f"the step as it is; {row['result']}."
@@ -72,14 +72,17 @@ def advice(whole: Whole) -> Iterator[str]:
             yield f"Note: {note}"
         if not row["confirmed"]:
             yield "It was measured once only."
-        threads, kept = row["threads"], row["kept_heap"]
-    wants = [f"torch.set_num_threads({threads})"]
+    wants = [f"torch.set_num_threads({taken['threads']})"]
     wants += [f"{' and '.join(whole['job']['optimizers'])} with fused=True"] if strongest["fused"] else []
-    yield f"Measured with {', '.join(wants)}{', and started with' if kept else ''}"
-    if kept:
+    yield f"Measured with {', '.join(wants)}{', and started with' if taken['kept_heap'] else ''}"
+    if taken["kept_heap"]:
         yield " ".join(f"{name}={value}" for name, value in KEPT_HEAP.items())
+    written = [] if row is None else [_written(whole, row)]
     if row is not None and not whole["job"]["is_lightning"] and row["accelerate"]:
+        written.append(row["accelerate"])
         yield f"With Accelerate: {row['accelerate']}"
+    if written:
+        yield f"First: import {', '.join(sorted({'retime', *_MODULE.findall(' '.join(written))}))}"
 
 
 def paste(whole: Whole) -> str:

@@ -90,7 +90,8 @@ class Method:
         }
 
 
-_ACCELERATE = "retime.integrations.accelerate"
+_ACCELERATE, _ON_HOST = "retime.integrations.accelerate", "retime.mechanisms.cpu_accumulation"
+_BUDGETS = "retime.mechanisms.memory_budget"
 _SAME, _AT_THREADS, _ROUNDING, _LIKE_DDP = "same bits", "bits of n threads", "rounding", "as 2-rank ddp"
 METHODS: dict[str, Method] = {
     "fused_optimizer": Method(
@@ -134,7 +135,7 @@ METHODS: dict[str, Method] = {
     "ooo_pipeline": Method(
         _ROUNDING,
         "ooo_pipeline",
-        bare="retime.mechanisms.pipeline.PipelineStep  # see mechanisms/pipeline/README.md",
+        bare="retime.mechanisms.pipeline.PipelineStep(model, microbatches=4)",
         accelerate=f"{_ACCELERATE}.OutOfOrderPipeline(accelerator, model, optimizer)",
         ranks=True,
         warm_steps=10,
@@ -150,7 +151,7 @@ METHODS: dict[str, Method] = {
     "cpu_accumulate_ddp": Method(
         _LIKE_DDP,
         "cpu_accumulate_ddp",
-        bare="retime.mechanisms.cpu_accumulation.BucketReduction(model, HostReducer())",
+        bare=f"{_ON_HOST}.BucketReduction(model, {_ON_HOST}.HostReducer())",
         accelerate=f"{_ACCELERATE}.CPUAccumulate(accelerator, model)",
         ranks=True,
         over_ddp=True,
@@ -180,7 +181,7 @@ def memory_budget(budget_bytes: int) -> Method:
         "rounding if split",
         "MemoryBudgetStrategy",
         {"budget": budget_bytes},
-        bare=f"retime.mechanisms.memory_budget.BudgetedStep(model, [optimizer], {budget_bytes})",
+        bare=f'{_BUDGETS}.BudgetedStep(model, [optimizer], {budget_bytes}, {_BUDGETS}.parse_host(None, "cpu"))',
         accelerate=f"{_ACCELERATE}.MemoryBudget(accelerator, model, optimizer, {budget_bytes})",
         own_memory=True,
     )

@@ -170,6 +170,8 @@ def _called(reference: str, batch_size: int | None) -> tuple[nn.Module, Any]:
     if batch_size is not None and "batch_size" not in takes:
         raise ValueError(f"--batch {batch_size}: {reference} takes no batch_size; add that argument, or drop --batch")
     result = function(**({} if batch_size is None else {"batch_size": batch_size}))
+    if isinstance(result, LightningModule) and is_overridden("train_dataloader", result):
+        result = result, result.train_dataloader()
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         raise ValueError(f"{reference} returned a {type(result).__name__}: return (model, batch)")
     return result
@@ -190,7 +192,7 @@ def _function(reference: str) -> Callable[..., Any]:
     function = getattr(module, attribute)
     if isinstance(function, nn.Module) or not callable(function):
         raise ValueError(f"{reference} is a {type(function).__name__}: {_FORM}")
-    if isinstance(function, type) and issubclass(function, nn.Module):
+    if isinstance(function, type) and issubclass(function, nn.Module) and not issubclass(function, LightningModule):
         raise ValueError(f"{reference} is a class of modules: {_FORM}")
     return function  # type: ignore[no-any-return]
 

@@ -6,17 +6,17 @@
 What is planned is either
 
   package.module:function   called without arguments, or with batch_size where it takes one and --batch is set. It
-                            returns (model, batch) or (LightningModule, LightningDataModule).
+                            returns (model, batch) or (LightningModule, LightningDataModule). A LightningModule class
+                            that has a train_dataloader is one, too.
   --config FILE.yaml        with model and data blocks (_target_: ...), batch_size and optimizer. Hydra puts it
                             together: defaults and groups in the file's folder work, and so do overrides: key=value,
                             +key=value, ~key, group=choice. data is a data set of (input, target) pairs, or a
                             LightningDataModule, which has its own batch size.
 
 A LightningModule is planned by its own training_step and configure_optimizers, with gradients freed as a Trainer frees
-them. A plain nn.Module is planned by cross_entropy(model(inputs), targets), or for a batch
-that is a dict by model(**batch).loss, with the optimizer of --optimizer or of the
-config, and gradients that are freed before each step; --accumulate 2 plans for a loop that keeps them, as one with
-zero_grad(set_to_none=False) does too.
+them. A plain nn.Module is planned by cross_entropy(model(inputs), targets), or for a batch that is a dict by
+model(**batch).loss, with the optimizer of --optimizer or of the config, and gradients that are freed before each step;
+--accumulate 2 plans for a loop that keeps them, as one with zero_grad(set_to_none=False) does too.
 
 The answer on stdout has
 

@@ -290,16 +290,12 @@ class PipelineMemory(StepsOnRanks):
         rows, by_rank, stages = [], {}, {}
         for name in case.schedules:
             request = {**asdict(case), "do": "remembering", "schedule": name}
-            answers = run_ranks(loopback(case.ranks), serve, request, timeout_s=case.timeout_s)
+            answers = run_ranks(loopback(case.ranks), serve, request, timeout_s=case.timeout_s, progress=tick)
             peaks = [one["peak_bytes"] for one in answers]
             rows.append(Row(name, PEAK, "MiB", [round(max(ranks) / 2**20, 3) for ranks in zip(*peaks, strict=True)]))
             by_rank[name] = [round(median(values) / 2**20, 3) for values in peaks]
             stages[name] = answers[0]["stages"]
-            tick(name)
         return Measured(rows, {"ranks": case.ranks, "stages": stages, "MiB by rank": by_rank})
-
-    def blocks(self, settings: PipelineSettings) -> int | None:
-        return sum(len(of_case(settings, name).schedules) for name in settings.cases)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []

@@ -31,8 +31,6 @@ _ELEMENTS = 2**15
 _SAMPLES = 2
 """Of a micro-batch."""
 _PINGS = 20
-_BEFORE = 2
-"""Steps until a rank has its own layers alone, and its optimizer's state."""
 _Train = Callable[[Any], float]
 """A step's forward and backward passes on a batch; the loss on the rank that has it, 0 on others."""
 
@@ -133,16 +131,18 @@ def remembering(request: dict[str, Any]) -> dict[str, Any]:
     pipeline = PipelineStep(model, microbatches=request["micro_batches"], split="even", **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     peaks = []
-    for _ in range(_BEFORE + request["rounds"]):
+    before = request["warmup_rounds"]  # until a rank has its own layers alone, and its optimizer's state
+    for _ in range(before + request["rounds"]):
         dist.barrier()
         counter.reset_peaks()
         _pipelined(pipeline, partial(_loss, model), batch)
         optimizer.step()
         optimizer.zero_grad()
         peaks.append(counter.counts().peak_live)
+        tell(request["schedule"])
     stages = pipeline.report().stages
     pipeline.remove()
-    return {"peak_bytes": peaks[_BEFORE:], "stages": stages}
+    return {"peak_bytes": peaks[before:], "stages": stages}
 
 
 def schedule_of(variant: str) -> tuple[str, int | None]:

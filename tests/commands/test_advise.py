@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import json
 import re
 import warnings
@@ -18,7 +20,7 @@ from torch import nn
 
 from retime.commands import advise
 from retime.commands.advise_turns import MethodError, no_effect
-from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method
+from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method, memory_budget
 from retime.commands.main import main
 from retime.foundations.measure import spread
 from retime.foundations.messages import NoEffectWarning
@@ -288,6 +290,7 @@ def test_a_bare_loop_gets_its_own_line(
     run(tmp_path)
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == 'retime.fuse_optimizer(model, optimizer, mode="backward")'
+    assert out.splitlines()[-2] == "First: import retime, retime.integrations.accelerate"
     assert "With Accelerate: retime.integrations.accelerate.FusedOptimizer" in " ".join(out.split())
 
 
@@ -396,14 +399,17 @@ def test_a_plain_step_that_does_not_run_is_an_error(capsys: pytest.CaptureFixtur
     )
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_what_is_to_be_pasted_is_there(name: str) -> None:
-    method = METHODS[name]
+@pytest.mark.parametrize("name", [*METHODS, "memory_budget"])
+def test_what_is_to_be_pasted_takes_its_arguments(name: str) -> None:
+    method = METHODS.get(name) or memory_budget(2**20)
     pytest.importorskip("accelerate")
     for text in (method.trainer(2, {}), method.bare, method.accelerate):
-        for dotted in re.findall(r"retime\.[\w.]*\w", text.partition("  #")[0]):
-            *modules, last = dotted.split(".")
-            assert hasattr(importlib.import_module(".".join(modules)), last), dotted
+        text = text.partition("  #")[0].removeprefix("with ").removesuffix(":")
+        for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+            *modules, last = ast.unparse(call.func).split(".")
+            if modules:
+                function = getattr(importlib.import_module(".".join(modules)), last)
+                inspect.signature(function).bind(*call.args, **{str(one.arg): one.value for one in call.keywords})
     assert method.options()["strategy"] is not None
 
 

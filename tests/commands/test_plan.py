@@ -110,9 +110,8 @@ class Unpacks(Net):
         one, two, _ = batch
         return self.loss((one, two))
 
-
-def unpacks() -> Any:
-    return Unpacks(), next(iter(support.loader()))
+    def train_dataloader(self) -> Any:
+        return support.loader()
 
 
 def no_optimizer() -> Any:
@@ -372,7 +371,8 @@ def test_an_unknown_option_is_none_of_the_overrides(capsys: pytest.CaptureFixtur
         ((f"{__name__}:nothing",), "its functions are plain_model, "),
         ((f"{__name__}:BATCH",), "is a int: write package.module:function"),
         ((f"{__name__}:a_module",), "is a Linear: write package.module:function"),
-        ((f"{__name__}:Net",), "is a class of modules: write"),
+        ((f"{__name__}:Fails",), "is a class of modules: write"),
+        ((f"{__name__}:Net",), "returned a Net: return (model, batch)"),
         ((f"{__name__}:needs_a_path",), "needs path: give each a default"),
         ((f"{__name__}:unparametrised",), "returned a ReLU that has no parameters"),
         ((f"{__name__}:no_targets",), "a tuple of 1: for a plain nn.Module give (inputs, targets)"),
@@ -396,7 +396,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str,
 
 
 def test_an_error_of_the_users_own_step_says_where(capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, errors = run(capsys, f"{__name__}:unpacks")
+    _, _, errors = run(capsys, f"{__name__}:Unpacks")
     last = errors.splitlines()[-1]
     assert re.search(r"test_plan\.py, line \d+, in training_step: ValueError: not enough values to unpack", last)
     assert "Traceback" not in errors

@@ -63,8 +63,7 @@ def test_trains_as_plain_torch(name: str, seeds: range) -> None:
 def test_trains_as_ddp(later: bool, tmp_path: Path) -> None:
     mechanisms = [mechanism for mechanism in ON_RANKS if mechanism.name not in BY_HAND]
     pairs = [Pair(one, first_and_rest(one)[later], tmp_path / one.name) for one in mechanisms]
-    outcomes = zip(mechanisms, run_pairs(pairs), strict=True)
-    failed = [report(mechanism, outcome) for mechanism, outcome in outcomes if outcome.failures]
+    failed = [report(*ran) for ran in zip(mechanisms, run_pairs(pairs), strict=True) if ran[1].failures]
     assert not failed, "\n\n".join(failed)
 
 

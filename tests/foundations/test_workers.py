@@ -53,8 +53,7 @@ def test_killed_parents_leave_no_busy_worker(way: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's, and madvise that makes files resident Linux's")
 def test_a_forked_process_is_measured_like_a_started_one() -> None:
-    answers = [answer_once(serve, {"do": "measure"}, **options) for options in WAYS.values()]
-    (forked, kept), (started, _) = answers
+    (forked, kept), (started, _) = (answer_once(serve, {"do": "measure"}, **options) for options in WAYS.values())
     assert forked == pytest.approx(started, rel=0.05)
     assert kept >= 60 * 2**20
 

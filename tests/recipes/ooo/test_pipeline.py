@@ -152,16 +152,14 @@ def test_the_peer_is_the_fastest_of_torchs_own() -> None:
 
 @pytest.mark.long
 def test_fast_forwarding_holds_output_gradients_longer(tmp_path: Path) -> None:
-    """Tensors of a rank are counted: 1F1B has fewer micro-batches' activations at once than GPipe on the last rank."""
     pytest.importorskip("transformers")
-    config = "cases.BERT-24.model.model.config"
-    small = ["rounds=1", "ranks=2", "schedules=[gpipe,ooo1_flush,1f1b]", f"{config}.num_hidden_layers=4"]
-    settings = settings_with(*small, experiment="ooo_pipeline_memory")
-    recipe = PipelineMemory()
+    layers = "cases.BERT-24.model.model.config.num_hidden_layers=4"
+    small = ["rounds=1", "ranks=2", "schedules=[gpipe,ooo1_flush,1f1b]", layers]
+    settings, recipe = settings_with(*small, experiment="ooo_pipeline_memory"), PipelineMemory()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     (point,) = result.points
     by_rank = point.facts["MiB by rank"]
-    assert by_rank["1f1b"][1] < 0.8 * by_rank["gpipe"][1]
+    assert by_rank["1f1b"][1] < 0.8 * by_rank["gpipe"][1]  # has fewer micro-batches' activations at once there
     assert by_rank["gpipe"][1] < by_rank["ooo1_flush"][1] < 1.11 * by_rank["gpipe"][1]
     assert point.values("gpipe", PEAK) == [max(by_rank["gpipe"])]
     (line,) = recipe.compare(result)
