@@ -132,7 +132,7 @@ def _prepared() -> dict[str, Any]:
 
 
 def _given() -> dict[str, Any]:
-    args = TrainingArguments(use_cpu=True, report_to="none", max_grad_norm=0)
+    args = TrainingArguments("outputs", use_cpu=True, report_to="none", max_grad_norm=0)
     return {"trainer": Trainer(model=nn.Linear(2, 2), args=args)}
 
 
