@@ -16,7 +16,7 @@ from retime.recipes.page_figures import fill
 from retime.recipes.results_page import PAGE, PICTURE, judged_papers, name_of, page
 from retime.recipes.results_picture import draw
 
-LONGEST_LIST = 12
+LONGEST_LIST, LONGEST_TEXT = 12, 5000
 """Facts with more values than this are told by their first and last."""
 
 
@@ -141,10 +141,10 @@ def main(arguments: list[str]) -> None:
 
 
 def _short(value: Any) -> str:
-    """A fact as one short line; long series are in the JSON."""
+    """A fact as one short line; long series and tables are in the JSON."""
     if isinstance(value, list) and len(value) > LONGEST_LIST:
         return f"{len(value)} values, from {value[0]} to {value[-1]} (all in result.json)"
-    return str(value)
+    return str(value) if len(str(value)) <= LONGEST_TEXT else f"{str(value)[:500]}... (all in result.json)"
 
 
 if __name__ == "__main__":
