@@ -61,6 +61,8 @@ SUMMARY = "which methods pay for your own training step, measured"
 _ROUNDS, _SEARCH_ROUNDS = 9, 5
 _FAR_BEHIND = 1.3
 """A plain setting whose least time is so many times the fastest one's is tried no more."""
+_APART = 1.05
+"""Medians of one step differ by that between processes: a smaller gain is not advised."""
 _MOST_RANKS = 64
 _LATENCY_MS, _BUCKETS = 0.05, tuple(size * 2**20 for size in (1, 4, 25, 100))
 """Of simulated networks: of a message; bytes of DDP's buckets, of which the best count, for either way."""
@@ -107,6 +109,7 @@ class Row:
     report: str = ""
     notes: list[str] = field(default_factory=list)
     confirmed: bool = False
+    is_steady: bool = True
 
     def hear(self, answer: Mapping[str, Any]) -> None:
         """Take over what the method has said and reported so far."""
@@ -481,10 +484,14 @@ class _Measuring:
             if again.gain is None or row.gain is None:
                 row.verdict, row.why = UNDECIDED, f"measured once only: {again.why}"
                 continue
+            first, second = row.gain.median, again.gain.median
             row.gain = spread([*row.gain.rounds, *again.gain.rounds])
             if row.verdict == FASTER:
                 row.judge()
-                row.verdict = row.verdict if again.verdict == FASTER else UNDECIDED
+                row.verdict = row.verdict if again.verdict == FASTER and row.gain.median >= _APART else UNDECIDED
+            row.is_steady = max(first, second) <= _APART * min(first, second)
+            if not row.is_steady:
+                row.notes.append(f"how much is undecided: {first:.2f} times in some processes, {second:.2f} in others")
             progress(_short(row))
 
     def _simulate(self, link_bits: float) -> None:

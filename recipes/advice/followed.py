@@ -70,10 +70,11 @@ class Followed(CaseRecipe[AdviceSettings]):
             over = by_training(point)
             if over is None:
                 continue
-            named = next(row for row in advice["methods"] if row["name"] == advice["advised"])["gain"]["median"]
-            lines.append(Comparison(NEVER_SLOWER, over, f"{case}: {advice['advised']}"))
-            words = f"{case}: named {named:.3f}, trained {over.median:.3f}"
-            lines.append(Comparison(GAIN_HOLDS, off_by(over, named), words))
+            advised = next(row for row in advice["methods"] if row["name"] == advice["advised"])
+            named, undecided = advised["gain"]["median"], not advised.get("is_steady", True)
+            note = ", how much is undecided" if undecided else f": named {named:.3f}, trained {over.median:.3f}"
+            lines.append(Comparison(NEVER_SLOWER, over, f"{case}: {advice['advised']}{note}"))
+            lines += [] if undecided else [Comparison(GAIN_HOLDS, off_by(over, named), f"{case}{note}")]
         return lines
 
     def notes(self, result: Result) -> list[str]:

@@ -23,7 +23,7 @@ from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row, percent_more, ratio, titled
 from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, run_ranks
 from retime.recipes.ooo.claims import claim, pipelines, target
-from retime.recipes.ooo.pipeline_scaling import GPIPE, NAMES, OURS, PAPERS1, PAPERS2
+from retime.recipes.ooo.pipeline_scaling import GPIPE, OURS, PAPERS1, PAPERS2
 from retime.recipes.ooo.pipeline_scaling import ONE as ONE_GPU
 from retime.recipes.ooo.pipeline_worker import ONE, schedule_of, serve
 from retime.recipes.ooo.settings import PipelineSettings, of_case
@@ -36,7 +36,7 @@ PAPERS_RANKS = 4
 class StepsOnRanks(Recipe[PipelineSettings]):
     """A point a case or network: steps of pipelines on ranks of this machine, which take turns."""
 
-    quantity = STEP
+    quantity, axis = STEP, "step (ms)"
 
     def variants(self, case: PipelineSettings) -> list[str]:
         """What takes turns."""
@@ -54,9 +54,9 @@ class StepsOnRanks(Recipe[PipelineSettings]):
         count = len(result.points)
         drawing, panels = charts.panels(titled(result), count, width=max(7.5, width * count), height=4.8)
         for axes, point in zip(panels, result.points, strict=True):
-            took = steps_of(point)
+            took = {name: point.spread(name, self.quantity) for name in point.variants(self.quantity)}
             charts.bars(axes, took, [_colour(name) for name in took], rotation)
-            axes.set_ylabel("step (ms)")
+            axes.set_ylabel(self.axis)
         drawing.legend(handles=keys, fontsize=8, loc="outside lower center", ncols=3, frameon=False)
         return drawing, panels
 
@@ -278,12 +278,13 @@ class RealLayers(StepsOnRanks):
         charts.save(drawing, path)
 
 
-class PipelineMemory(StepsOnRanks):
+class PipelineMemory(RealLayers):
     """A point a model: the most bytes of tensors on a rank."""
 
-    over = (("network", "cases"),)
-    quantity = PEAK
-    on_cpu = "counts tensors in this machine's memory"
+    quantity, axis = PEAK, "most bytes of tensors on a rank (MiB)"
+
+    def variants(self, case: PipelineSettings) -> list[str]:
+        return case.schedules
 
     def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = of_case(settings, at["network"])
@@ -310,15 +311,6 @@ class PipelineMemory(StepsOnRanks):
             "Tensors of the rank that has most: parameters, their gradients, Adam's state, activations and messages. "
             "*_flush runs all forward passes first, as GPipe and the paper do. Ranks have equally many layers."
         ]
-
-    def draw(self, result: Result, path: Path) -> None:
-        drawing, panels = charts.panels(titled(result), len(result.points), width=7.5, height=4.8)
-        for axes, point in zip(panels, result.points, strict=True):
-            peaks = {NAMES.get(name, name): point.spread(name, PEAK) for name in point.variants(PEAK)}
-            charts.bars(axes, peaks, [_colour(name) for name in point.variants(PEAK)], 20)
-            axes.set_ylabel("most bytes of tensors on a rank (MiB)")
-            axes.set_title(f"{point.at['network']}, {point.facts['ranks']} ranks", fontsize=9)
-        charts.save(drawing, path)
 
 
 def best_of_torch(point: Point) -> str | None:
