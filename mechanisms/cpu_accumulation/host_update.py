@@ -457,10 +457,7 @@ class HostUpdate:
         finally:
             for parameter, gradient in others:
                 parameter.grad = gradient
-        if (
-            new
-            and (reason := next(filter(None, all_gather_object(self._why_not_sent(), self._ranks)), None)) is not None
-        ):
+        if new and (reason := next(filter(None, all_gather_object(self._why_not_sent(), self._ranks)), None)):
             raise RuntimeError(f"{reason}: leave out update_on_host")
         with torch.no_grad():
             for rank in range(self._ranks.ranks):

@@ -84,16 +84,16 @@ def messages_of_group(group: Any) -> Any:
     return messages_of(whose)
 
 
-def gathered_by_all(mine: T, group: Any) -> list[T]:
-    """What each rank of a group gives, on all of them; all ranks call this."""
+def all_gather_object(mine: T, group: Any) -> list[T]:
+    """Return the objects of all ranks of a group, on all of them; all ranks call this."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with messages_of_group(group):
         dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
-def shown(mine: T, rank: int, group: Any) -> T:
-    """What one rank of a group gives, on all of them; all ranks call this."""
+def broadcast_object(mine: T, rank: int, group: Any) -> T:
+    """Return the object of one rank of a group, on all of them; all ranks call this."""
     payload = [mine]
     with messages_of_group(group):
         dist.broadcast_object_list(payload, dist.get_global_rank(group, rank), group=group)

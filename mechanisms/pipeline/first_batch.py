@@ -18,7 +18,7 @@ from retime.foundations.parts import loss_of
 from retime.foundations.preserve_state import preserve_state, reachable_tensors, seed_all
 from retime.foundations.weight_gradients import SMALL, SplitBackward
 from retime.mechanisms.pipeline.calls import LayerInterceptors, Returned, SuspendedCall, Workers, tensors_in_order
-from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, messages_of
+from retime.mechanisms.pipeline.checks import PipelineError, all_gather_object, broadcast, messages_of
 from retime.mechanisms.pipeline.layers import FIRST_SEED, LayerList, Survey, survey
 from retime.mechanisms.pipeline.losses import LossWeight, LossWeights, look_at_losses
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel
@@ -132,7 +132,7 @@ class FirstBatch:
         Raises:
             PipelineError: the model or the batch cannot go through a pipeline.
         """
-        if len(set(gathered_by_all(_checksum(batch), self._place.group))) > 1:
+        if len(set(all_gather_object(_checksum(batch), self._place.group))) > 1:
             raise PipelineError(DIFFERENT)
         with self._no_trace(batch):
             weights, look = look_at_losses(
@@ -276,7 +276,7 @@ class FirstBatch:
                 edges[stage] = [loss_of(answer.value)] if isinstance(answer, Returned) else answer.given
         finally:
             call.close()
-        positions = _merged(gathered_by_all(positions, place.group))
+        positions = _merged(all_gather_object(positions, place.group))
         roots = {
             stage: edges[stage]
             if stage + 1 == plan.stages
@@ -284,7 +284,7 @@ class FirstBatch:
             for stage in mine
         }
         flags = {stage + 1: [one.requires_grad for one in roots[stage]] for stage in mine if stage + 1 < plan.stages}
-        needs_gradient = _merged(gathered_by_all(flags, place.group))
+        needs_gradient = _merged(all_gather_object(flags, place.group))
         graphs = {stage: Reached(roots[stage]) for stage in mine}
         self._check_graphs(graphs, roots, surveyed, plan)
         self._check_values(edges, surveyed, plan)
@@ -325,7 +325,7 @@ class FirstBatch:
                 f"the loss does not depend on what {self._place.names[-1]!r} gives, the last of the layers, as of a "
                 "second head that is not trained: leave it out of the list, or call it in front of the others"
             )
-        for one in gathered_by_all(why, self._place.group):
+        for one in all_gather_object(why, self._place.group):
             if one is not None:
                 raise PipelineError(one)
 
@@ -333,7 +333,7 @@ class FirstBatch:
         """Raise on all ranks where a reentrant checkpoint may hide parameters around the layers from the graph."""
         hidden = [name for name in owners.unreached if owners.parameters[name].requires_grad]
         reentrant = any(node.name() == "CheckpointFunctionBackward" for one in graphs.values() for node in one.nodes)
-        if hidden and any(gathered_by_all(reentrant, self._place.group)):
+        if hidden and any(all_gather_object(reentrant, self._place.group)):
             raise PipelineError(
                 f"which ranks need {hidden[0]!r} is not known: torch.utils.checkpoint.checkpoint(..., "
                 "use_reentrant=True), torch's default, hides what it uses. Give it use_reentrant=False, call it in a "
@@ -351,7 +351,7 @@ class FirstBatch:
                     f"what stands between the layers and around them gives other numbers when stage {stage + 1} runs "
                     f"by itself: {self._skip(surveyed, plan) or _GOES_PAST}. {_TAKE_ALL}"
                 )
-        for message in gathered_by_all(wrong, self._place.group):
+        for message in all_gather_object(wrong, self._place.group):
             if message is not None:
                 raise PipelineError(message)
 

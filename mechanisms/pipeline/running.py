@@ -31,7 +31,7 @@ from retime.mechanisms.pipeline.calls import (
     shapes_of,
     tensors_in_order,
 )
-from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, shown
+from retime.mechanisms.pipeline.checks import PipelineError, all_gather_object, broadcast, broadcast_object
 from retime.mechanisms.pipeline.layers import Shapes
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, needed_loss
 from retime.mechanisms.pipeline.ownership import Ownership
@@ -174,7 +174,7 @@ class EvaluationBroadcast(Visitor):
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
         key = layer, self._shapes
         if key not in self._outputs:
-            self._outputs[key] = shown(kind_of(None), self._rank_of(layer), self._group)  # which says what it is
+            self._outputs[key] = broadcast_object(kind_of(None), self._rank_of(layer), self._group)  # says what it is
         kind = self._outputs[key]
         tensors = [one.empty(self._device) for one in kind.tensors]
         for tensor in tensors:
@@ -184,7 +184,7 @@ class EvaluationBroadcast(Visitor):
     def after(self, layer: int, output: Any) -> Any:
         key = layer, self._shapes
         if key not in self._outputs:
-            self._outputs[key] = shown(kind_of(output), self._rank, self._group)
+            self._outputs[key] = broadcast_object(kind_of(output), self._rank, self._group)
         for tensor in tensors_in_order(output):
             broadcast(tensor.detach().contiguous(), self._rank, self._group)
         return output
@@ -223,8 +223,8 @@ class RankInfo:
     def agreed(self, mine: Any) -> Any:
         """What the first rank of the first pipeline gives, on all ranks of all pipelines."""
         if self.data_group is not None and self.rank == 0:
-            mine = shown(mine, 0, self.data_group)
-        return shown(mine, 0, self.group)
+            mine = broadcast_object(mine, 0, self.data_group)
+        return broadcast_object(mine, 0, self.group)
 
 
 class StepModule(nn.Module):
@@ -287,7 +287,7 @@ class PipelineState:
     def plan_from_steps(self) -> None:
         """Order the tasks anew, by what they took in the steps so far; all ranks call this."""
         shares = {stage: self.planner.weight_share(stage) for stage in self.mine}
-        everyone = gathered_by_all(self.times.by_stage(shares), self.place.group)
+        everyone = all_gather_object(self.times.by_stage(shares), self.place.group)
         self.planner.know(self.place.agreed({stage: took for one in everyone for stage, took in one.items()}))
         self.use(self.planner.plan(self.plan.micro_batches))
 

@@ -24,9 +24,9 @@ from retime.mechanisms.pipeline.calls import LayerInterceptors, Workers, shapes_
 from retime.mechanisms.pipeline.checks import (
     ChangedBuffers,
     PipelineError,
+    broadcast_object,
     messages_of,
     messages_of_group,
-    shown,
     warn_of_gradient_hooks,
 )
 from retime.mechanisms.pipeline.first_batch import FirstBatch, PipelineConfig, agreed_seeds, seeded
@@ -331,7 +331,7 @@ class PipelineStep:
 
     def tell(self, what: Any) -> Any:
         """What the rank of the last stage gives, on all ranks; all ranks call this."""
-        return shown(what, self._known.plan.rank_of[-1], self._place.group)
+        return broadcast_object(what, self._known.plan.rank_of[-1], self._place.group)
 
     def total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """The 2-norm of the gradients of parameters on all ranks; all ranks call this."""
