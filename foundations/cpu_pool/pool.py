@@ -135,7 +135,7 @@ class PoolReport(Report):
 
 @dataclass(frozen=True)
 class PoolRequest:
-    """One user's.
+    """What one user asks of the pool.
 
     Attributes:
         limit: bytes of live and retained memory together; None leaves it to ``slack``.
@@ -147,7 +147,7 @@ class PoolRequest:
 
 
 class PoolRequests:
-    """All users' wishes: the last limit is the promise of the step that runs; without one the largest slack holds."""
+    """All users' requests: the last limit is the promise of the step that runs; without one the largest slack holds."""
 
     def __init__(self) -> None:
         self._of: dict[int, PoolRequest] = {}
@@ -156,16 +156,16 @@ class PoolRequests:
     def __len__(self) -> int:
         return len(self._of)
 
-    def enter(self, library: ctypes.CDLL, wish: PoolRequest) -> int:
+    def enter(self, library: ctypes.CDLL, request: PoolRequest) -> int:
         """One user more; the number by which it is known."""
         self._next += 1
-        self.change(library, self._next, wish)
+        self.change(library, self._next, request)
         return self._next
 
-    def change(self, library: ctypes.CDLL, user: int, wish: PoolRequest) -> None:
-        """What this user wishes from now on."""
+    def change(self, library: ctypes.CDLL, user: int, request: PoolRequest) -> None:
+        """Replace what this user asks for."""
         self._of.pop(user, None)
-        self._of[user] = wish  # behind all others
+        self._of[user] = request  # behind all others
         self._grant(library)
 
     def leave(self, library: ctypes.CDLL, user: int) -> None:
@@ -177,8 +177,8 @@ class PoolRequests:
             library.retime_pool_remove()
 
     def _grant(self, library: ctypes.CDLL) -> None:
-        limits = [wish.limit for wish in self._of.values() if wish.limit is not None]
-        slacks = [wish.slack for wish in self._of.values() if wish.slack is not None]
+        limits = [request.limit for request in self._of.values() if request.limit is not None]
+        slacks = [request.slack for request in self._of.values() if request.slack is not None]
         if slacks and not limits:
             library.retime_pool_follow(max(slacks))
         else:
