@@ -211,7 +211,7 @@ def _dry_runs(
     return runs
 
 
-def compared(
+def check_sizes(
     step: Callable[[Any], Any],
     batch: Any,
     model: nn.Module,
@@ -352,7 +352,7 @@ def certify(
         reason = f"the loss is a {certificate.weighting} now, and was a {among.weighting}; offload only"
         return Certificate(None, reason, samples=certificate.samples)
     if certificate.separable:
-        return compared(step, batch, model, certificate, {total}, split=split, given=given is not None, ghost=ghost)
+        return check_sizes(step, batch, model, certificate, {total}, split=split, given=given is not None, ghost=ghost)
     if layers and not ghost:
         reason = f"{_BATCHNORM}: {_some(layers)}; {_BATCHNORM_FIX}"
         return replace(certificate, reason=reason, layers=tuple(layers))
