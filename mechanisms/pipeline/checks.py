@@ -22,7 +22,7 @@ from retime.foundations.parts import Recorder
 from retime.foundations.torch_private.engine import tree_leaves
 from retime.foundations.torch_private.nn_and_optim import BatchNormBase
 from retime.foundations.torch_private.tensors import tensor_hooks, version_of
-from retime.mechanisms.pipeline.calls import Visitor, replaced_tensors, tensors_in_order
+from retime.mechanisms.pipeline.calls import LayerHandler, replaced_tensors, tensors_in_order
 
 T = TypeVar("T")
 
@@ -136,8 +136,8 @@ def _is_checkpointed_reentrantly() -> bool:
     return frame is not None
 
 
-class LayerResults(Visitor):
-    """A visitor that looks at what goes between the layers, and adds noise to what they return if it is asked to.
+class LayerResults(LayerHandler):
+    """A handler that looks at what goes between the layers, and adds noise to what they return if it is asked to.
 
     Attributes:
         low_precision: they have returned numbers of 16 bits.

@@ -182,7 +182,7 @@ class FirstBatch:
             try:
                 yield
             finally:
-                self._gates.visitor = None
+                self._gates.handler = None
 
     def _planner(self, surveyed: Survey, config: PipelineConfig) -> Planner:
         hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in surveyed.given), default=0))
@@ -248,7 +248,7 @@ class FirstBatch:
     ) -> PipelineState:
         """Run one micro-batch in stages on this rank alone: what a stage is sent, and which parameters it uses."""
         place = self._place
-        self._gates.visitor = TrainingCall(
+        self._gates.handler = TrainingCall(
             plan, place.rank, place.device, surveyed.outputs, place.names, surveyed.writes
         )
         mine = [stage for stage, rank in enumerate(plan.rank_of) if rank == place.rank]

@@ -22,12 +22,12 @@ from retime.foundations.messages import warn_no_effect
 from retime.foundations.parts import loss_of
 from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.pipeline.calls import (
+    LayerHandler,
     LayerInterceptors,
-    TensorSpec,
-    Visitor,
+    ValueSpec,
     draw_for,
-    kind_of,
     shapes_of,
+    spec_of,
     tensors_in_order,
 )
 from retime.mechanisms.pipeline.checks import PipelineError, refuse_kinds
@@ -401,7 +401,7 @@ class Survey:
 
     def __init__(self, layers: int) -> None:
         self.given: list[list[Tensor]] = [[] for _ in range(layers)]
-        self.outputs: dict[tuple[int, Shapes], TensorSpec] = {}
+        self.outputs: dict[tuple[int, Shapes], ValueSpec] = {}
         self.forward_ms = [0.0] * layers
         self.output_gradient_ms: list[float] = []
         self.weight_gradient_ms: list[float] = []
@@ -413,7 +413,7 @@ class Survey:
         self.skips: list[tuple[int, int]] = []
 
 
-class _Looks(Visitor):
+class _Looks(LayerHandler):
     """Notes what layers are given and give."""
 
     def __init__(self, surveyed: Survey, names: Callable[[int], str]) -> None:
@@ -461,7 +461,7 @@ class _Looks(Visitor):
 
     def after(self, layer: int, output: Any) -> Any:
         refuse_kinds(self._name(layer), output)
-        self._found.outputs[layer, self._shapes] = kind_of(output)
+        self._found.outputs[layer, self._shapes] = spec_of(output)
         self._last = tensors_in_order(output)
         if any(version_of(tensor) != version for tensor, version in self._given):
             self._found.writes.add(layer)
@@ -557,7 +557,7 @@ def survey(
         looks = _Looks(surveyed, lambda layer: repr(names[layer]))
         hooks = saved_tensors_hooks(looks.saved, lambda tensor: tensor)
         try:
-            with gates.visited_by(looks), torch.set_grad_enabled(gradients), hooks:
+            with gates.handled_by(looks), torch.set_grad_enabled(gradients), hooks:
                 surveyed.output = call()
             if looks.next < len(names):
                 raise PipelineError(

@@ -311,7 +311,7 @@ class PipelineStep:
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Inside, steps without gradients run over the ranks; all ranks run the same ones, and get all values."""
-        return nullcontext() if self._spread is None else self._gates.visited_by(self._spread.relay())
+        return nullcontext() if self._spread is None else self._gates.handled_by(self._spread.evaluation_broadcast())
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -411,7 +411,7 @@ class PipelineStep:
             first = FirstBatch(self._model, layers, self._gates, self._place, self._workers, self._hollow)
             spread = self._spread = first.spread(step, batch, parts, self._config)
         self._gates.around = None
-        self._gates.visitor = spread.training_call
+        self._gates.handler = spread.training_call
         self._frozen = self._flags()
         self._report = PipelineReport(
             schedule=spread.plan.name,
@@ -438,16 +438,16 @@ class PipelineStep:
             yield
 
     def _know(self, spread: PipelineState, step: Callable[[Any], Any], part: Any) -> None:
-        """Micro-batches of new shapes run once in a relay, without a trace, to show the shapes between the layers."""
+        """Run micro-batches of new shapes once, as an evaluation and without a trace, to see the shapes between layers."""
         key = shapes_of(part)
         if (0, key) in spread.reads:
             return
-        relay = spread.relay()
+        broadcast = spread.evaluation_broadcast()
         kept = preserve_state(self._model, tensors=reachable_tensors(self._model, part, parameters=False))
-        with self._gates.visited_by(relay), kept, self._tried_out(), self.outside_whole(), torch.no_grad():
+        with self._gates.handled_by(broadcast), kept, self._tried_out(), self.outside_whole(), torch.no_grad():
             seeded(step, part)
         for stage in range(spread.plan.stages):
-            given = relay.given[spread.plan.layers_of(stage)[0]]
+            given = broadcast.given[spread.plan.layers_of(stage)[0]]
             places, flags = spread.positions.get(stage, []), spread.needs_gradient.get(stage, [])
             spread.reads[stage, key] = [
                 replace(given[number], requires_grad=flag) for number, flag in zip(places, flags, strict=True)
