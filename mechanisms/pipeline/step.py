@@ -438,7 +438,7 @@ class PipelineStep:
             yield
 
     def _know(self, spread: PipelineState, step: Callable[[Any], Any], part: Any) -> None:
-        """Run micro-batches of new shapes once, as an evaluation and without a trace, to see the shapes between layers."""
+        """Run micro-batches of new shapes once, as an evaluation and without a trace, to see shapes between layers."""
         key = shapes_of(part)
         if (0, key) in spread.reads:
             return
