@@ -495,9 +495,7 @@ class _Looks(LayerHandler):
         for key, numbers in self._written.items():
             profile.outputs[key] = profile.outputs[key].with_written(numbers)
         self._returned.clear()
-        profile.behind = Reached(
-            tensors_in_order(profile.output), until={tensor.grad_fn for tensor in self._last}
-        ).leaves
+        profile.behind = Reached(tensors_in_order(profile.output), until={one.grad_fn for one in self._last}).leaves
         self._note_skips(len(layers), tensors_in_order(profile.output))
         self._last, self._near = [], []
         self._gave.clear()

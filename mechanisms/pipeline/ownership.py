@@ -476,9 +476,7 @@ class Ownership:
     def _owners_of_buffers(self) -> dict[str, int]:
         """A module's buffers are those of the rank that has its parameters."""
         modules = self._modules_with_parameters()
-        return {
-            start + name: rank for start, module, rank in modules for name, _ in module.named_buffers(recurse=False)
-        }
+        return {start + name: rank for start, layer, rank in modules for name, _ in layer.named_buffers(recurse=False)}
 
     def _modules_with_parameters(self) -> Iterator[tuple[str, nn.Module, int]]:
         """Yield what its names begin with, the module, and the first rank that has one of its own parameters."""
