@@ -22,8 +22,8 @@ import torch.distributed as dist
 # Counts by reason, as reports print them.
 
 
-def because(counts: Mapping[str, int], what: str = "") -> str:
-    """How often something happened and why: ``"3 replanned because ...; 1 replanned because ..."``.
+def format_counts(counts: Mapping[str, int], what: str = "") -> str:
+    """Say how often something happened and why: ``"3 replanned because ...; 1 replanned because ..."``.
 
     Args:
         counts: by reason.
@@ -158,7 +158,7 @@ _MOST_LINES = {"": 4, "plain": 4, "measured": 4, "try next": 3}
 
 def each_because(counts: Mapping[str, int], what: str) -> list[str]:
     """Say how often something happened and why, a text a reason: ``"3 steps because ..."``."""
-    return [because({reason: count}, what) for reason, count in counts.items()]
+    return [format_counts({reason: count}, what) for reason, count in counts.items()]
 
 
 class Report:

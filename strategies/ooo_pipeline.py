@@ -48,7 +48,7 @@ from retime.mechanisms.pipeline import (
     whole_optimizer_state,
 )
 from retime.schedules.timeline import Span
-from retime.strategies.support.base import LightningOnly, ReportsAcrossProcesses, StartMethod, given
+from retime.strategies.support.base import LightningOnly, ReportsAcrossProcesses, StartMethod, without_none
 from retime.strategies.support.budgeted_steps import WholeBatchResults, muted_logging
 from retime.strategies.support.lightning_private import in_the_loaders_order
 from retime.strategies.support.parts_log import LOGGED, PipelineLog
@@ -145,7 +145,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     ) -> None:
         check_schedule(schedule)
         super().__init__(
-            **given(
+            **without_none(
                 process_group_backend=process_group_backend,
                 start_method=start_method,
                 accelerator=accelerator,

@@ -135,7 +135,7 @@ class PoolReport(Report):
 
 @dataclass(frozen=True)
 class PoolRequest:
-    """One user's.
+    """What one user asks of the pool.
 
     Attributes:
         limit: bytes of live and retained memory together; None leaves it to ``slack``.
@@ -147,7 +147,7 @@ class PoolRequest:
 
 
 class PoolRequests:
-    """All users' wishes: the last limit is the promise of the step that runs; without one the largest slack holds."""
+    """All users' requests: the last limit is the promise of the step that runs; without one the largest slack holds."""
 
     def __init__(self) -> None:
         self._of: dict[int, PoolRequest] = {}
@@ -156,16 +156,16 @@ class PoolRequests:
     def __len__(self) -> int:
         return len(self._of)
 
-    def enter(self, library: ctypes.CDLL, wish: PoolRequest) -> int:
+    def enter(self, library: ctypes.CDLL, request: PoolRequest) -> int:
         """One user more; the number by which it is known."""
         self._next += 1
-        self.change(library, self._next, wish)
+        self.change(library, self._next, request)
         return self._next
 
-    def change(self, library: ctypes.CDLL, user: int, wish: PoolRequest) -> None:
-        """What this user wishes from now on."""
+    def change(self, library: ctypes.CDLL, user: int, request: PoolRequest) -> None:
+        """Replace what this user asks for."""
         self._of.pop(user, None)
-        self._of[user] = wish  # behind all others
+        self._of[user] = request  # behind all others
         self._grant(library)
 
     def leave(self, library: ctypes.CDLL, user: int) -> None:
@@ -177,8 +177,8 @@ class PoolRequests:
             library.retime_pool_remove()
 
     def _grant(self, library: ctypes.CDLL) -> None:
-        limits = [wish.limit for wish in self._of.values() if wish.limit is not None]
-        slacks = [wish.slack for wish in self._of.values() if wish.slack is not None]
+        limits = [request.limit for request in self._of.values() if request.limit is not None]
+        slacks = [request.slack for request in self._of.values() if request.slack is not None]
         if slacks and not limits:
             library.retime_pool_follow(max(slacks))
         else:
@@ -188,7 +188,7 @@ class PoolRequests:
 POOLED_BYTES = 16 * 1024
 """Smaller tensors come from the C library, as the pool's machine code says."""
 
-_WISHES = PoolRequests()
+_REQUESTS = PoolRequests()
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class MemoryPool:
 
     def __init__(self) -> None:
         self.why_not = ""
-        self._wish = PoolRequest()
+        self._request = PoolRequest()
         self._user: int | None = None
         self._before = (0, 0, 0)
 
@@ -258,12 +258,12 @@ class MemoryPool:
             self.why_not = str(library)
             return False
         if self._user is None:
-            if not _WISHES and not library.retime_pool_install():
+            if not _REQUESTS and not library.retime_pool_install():
                 self.why_not = "another library's allocator takes precedence over the pool"
                 return False
-            self._user = _WISHES.enter(library, self._wish)
+            self._user = _REQUESTS.enter(library, self._request)
             self._leave = weakref.finalize(
-                self, _WISHES.leave, library, self._user
+                self, _REQUESTS.leave, library, self._user
             )  # for those who forget to remove it
             self._leave.atexit = False
         return True
@@ -273,7 +273,7 @@ class MemoryPool:
         if self._user is not None:
             self._leave()
         self._user = None
-        self._wish = PoolRequest()
+        self._request = PoolRequest()
 
     def limit(self, nbytes: int) -> None:
         """Keep no more than leaves live tensors and what is kept below ``nbytes``; 0 keeps nothing.
@@ -295,8 +295,8 @@ class MemoryPool:
 
     def _ask(self, limit: int | None = None, slack: float | None = None) -> None:
         if self._user is not None:
-            self._wish = replace(self._wish, limit=limit, slack=slack)
-            _WISHES.change(self._library, self._user, self._wish)
+            self._request = replace(self._request, limit=limit, slack=slack)
+            _REQUESTS.change(self._library, self._user, self._request)
 
     def counts(self) -> PoolCounts:
         """What the pool holds.

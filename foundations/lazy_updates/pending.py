@@ -365,8 +365,8 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
         return parameter.grad
 
 
-def settle_all(parameters: Iterable[Tensor]) -> None:
-    """Bring all of these up to date."""
+def apply_pending(parameters: Iterable[Tensor]) -> None:
+    """Run the updates of these parameters that have not run yet."""
     for parameter in parameters:
         _settled(parameter)
 
@@ -510,4 +510,4 @@ class _Settle:
         self._recurse = recurse
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        settle_all(module.parameters(recurse=self._recurse))
+        apply_pending(module.parameters(recurse=self._recurse))

@@ -330,8 +330,8 @@ def _is_under(layer: str, module: str) -> bool:
 # gradients up in the stand-ins, untouched by hooks; handing them on sends each once to its parameter, hooks and all.
 
 
-class StandIns:
-    """The stand-ins of one layer in one pass, from its first call until no backward pass can come any more.
+class BufferedGradients:
+    """Gradients of one layer's parameters in one pass, gathered in stand-ins for them until the layer's turn comes.
 
     Args:
         layer: whose parameters they stand for.

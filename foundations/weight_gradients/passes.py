@@ -20,10 +20,10 @@ from retime.foundations.torch_private.tensors import without_subclass_functions
 from retime.foundations.weight_gradients.cut import (
     DOUBLE_BACKWARD,
     Anchor,
+    BufferedGradients,
     Call,
     Layer,
     Span,
-    StandIns,
     WeightGradient,
     read_elsewhere,
     run_weight_gradients,
@@ -63,7 +63,7 @@ class WaitingPass:
 
     def __init__(self, key: Hashable, on_backward: "Callable[[WaitingPass], None]") -> None:
         self.key = key
-        self.stand_ins: dict[Layer, StandIns] = {}
+        self.buffered: dict[Layer, BufferedGradients] = {}
         self.is_dropped = False
         self._on_backward = on_backward
         self._noted: int | None = None
@@ -80,11 +80,11 @@ class WaitingPass:
         self._note_backward()
         self._waiting.setdefault(waiting.layer, {}).setdefault(graph_task_id(), []).append(waiting)
 
-    def stand_ins_of(self, layer: Layer) -> StandIns:
+    def buffered_of(self, layer: Layer) -> BufferedGradients:
         """What stands for this layer's parameters; the same in all forward passes of this pass."""
-        if layer not in self.stand_ins:
-            self.stand_ins[layer] = StandIns(layer, self._note_backward)
-        return self.stand_ins[layer]
+        if layer not in self.buffered:
+            self.buffered[layer] = BufferedGradients(layer, self._note_backward)
+        return self.buffered[layer]
 
     def _note_backward(self) -> None:
         backward = graph_task_id()
@@ -100,22 +100,22 @@ class WaitingPass:
 
     def waiting(self) -> set[Layer]:
         """The layers of which a weight gradient waits."""
-        return set(self._waiting) | {layer for layer, one in self.stand_ins.items() if one.arrived}
+        return set(self._waiting) | {layer for layer, one in self.buffered.items() if one.arrived}
 
     def finish_layer(self, layer: Layer) -> tuple[int, int]:
         """Compute, or hand on, what waits of one layer, backward pass by backward pass; return how many of either."""
         computed = self._waiting.pop(layer, {})
-        stand_ins = self.stand_ins.get(layer)
-        buffered = {} if stand_ins is None else stand_ins.arrived
+        buffered = self.buffered.get(layer)
+        arrived = {} if buffered is None else buffered.arrived
         deferred = handed = 0
-        for backward in sorted({*computed, *buffered}):
+        for backward in sorted({*computed, *arrived}):
             if backward in computed:
                 deferred += run_weight_gradients(computed[backward])
-            if stand_ins is not None:
-                handed += stand_ins.hand_on(backward)
-        if stand_ins is not None and not self.is_in_flight:
-            del self.stand_ins[layer]
-            stand_ins.release()
+            if buffered is not None:
+                handed += buffered.hand_on(backward)
+        if buffered is not None and not self.is_in_flight:
+            del self.buffered[layer]
+            buffered.release()
         return deferred, handed
 
     def finish_together(self, layers: list[Layer]) -> tuple[int, int]:
@@ -128,11 +128,11 @@ class WaitingPass:
                 deferred += bool(trained(waiting))
         for backward in sorted(by_backward):
             run_weight_gradients(by_backward[backward])
-        return deferred, sum(self.finish_layer(layer)[1] for layer in layers if layer in self.stand_ins)
+        return deferred, sum(self.finish_layer(layer)[1] for layer in layers if layer in self.buffered)
 
     def forget_waiting(self, *, but: int | None = None) -> None:
         """Drop what waits of backward passes that failed, or of all but one."""
-        waiting: list[dict[int, Any]] = [*self._waiting.values(), *(one.arrived for one in self.stand_ins.values())]
+        waiting: list[dict[int, Any]] = [*self._waiting.values(), *(one.arrived for one in self.buffered.values())]
         for backwards in waiting:
             for backward in [one for one in backwards if one != but]:
                 del backwards[backward]
@@ -141,19 +141,19 @@ class WaitingPass:
     def forget(self) -> None:
         """Drop all that waits, and what no forward pass in flight needs."""
         self.forget_waiting()
-        for stand_ins in self.stand_ins.values():
-            stand_ins.take_out()
+        for buffered in self.buffered.values():
+            buffered.take_out()
         if not self.is_in_flight:
-            self.stand_ins.clear()
+            self.buffered.clear()
 
     def drop(self) -> None:
         """Forget everything: a backward pass that comes all the same is refused."""
         self.is_dropped, self._keeps_graph = True, False
         self.forget_waiting()
-        for stand_ins in self.stand_ins.values():
-            stand_ins.take_out()
-            stand_ins.release()
-        self.stand_ins.clear()
+        for buffered in self.buffered.values():
+            buffered.take_out()
+            buffered.release()
+        self.buffered.clear()
 
 
 class PassesInFlight:
@@ -289,7 +289,7 @@ class Guard:
             root: what the model returned, or computed from it, a loss for example.
             forward: the forward pass that it comes from, which lives as long as the graph of ``root`` from now on.
         """
-        if not forward.cuts and not forward.of.stand_ins:
+        if not forward.cuts and not forward.of.buffered:
             return
         for tensor in roots_of(root):
             tensor.register_hook(lambda _: self._check(forward))  # type: ignore[no-untyped-call]
@@ -302,8 +302,8 @@ class Guard:
             RuntimeError: it makes a graph of itself, goes through a pass that was dropped or through several passes,
                 or parameters get gradients from elsewhere that they did not get in the first step.
         """
-        stand_ins = forward.of.stand_ins
-        if not self._anchor.is_whole() and not any(one.run_now() for one in stand_ins.values()):
+        buffered = forward.of.buffered
+        if not self._anchor.is_whole() and not any(one.run_now() for one in buffered.values()):
             return  # the anchor hangs on cut nodes, of which a forward pass may have none
         calls = forward.running_cuts()
         if calls and torch.is_grad_enabled():
@@ -311,7 +311,7 @@ class Guard:
         self._check_pass(forward.of)
         cut = {call.layer for call in calls}
         torn = {call.layer for call in calls if any(will_execute(leaf) for leaf in call.leaves)}
-        torn |= {la for la, one in stand_ins.items() if one.is_torn() or (la in cut and one.run_now())}
+        torn |= {la for la, one in buffered.items() if one.is_torn() or (la in cut and one.run_now())}
         for layer in torn:
             layer.why_in_order = USED_ELSEWHERE
         if torn:

@@ -150,7 +150,7 @@ class LayerHooks:
         if layer not in self._passes.chosen or layer.why_in_order is not None or not layer.trainable():
             return None
         if layer.why_buffered is not None:
-            self._passes.current.stand_ins_of(layer).put_in()
+            self._passes.current.buffered_of(layer).put_in()
             return None
         call, args, kwargs = enter(layer, next_sequence_number(), args, kwargs, rename_inputs=True)
         self._open[-1] = call
@@ -158,9 +158,9 @@ class LayerHooks:
 
     def _after(self, layer: Layer, args: Any, output: Any) -> Any:
         """A layer has run, or failed."""
-        stand_ins = self._passes.current.stand_ins.get(layer)
-        if stand_ins is not None:
-            stand_ins.take_out()
+        buffered = self._passes.current.buffered.get(layer)
+        if buffered is not None:
+            buffered.take_out()
         call = self._open.pop() if self._open else None
         outputs = leave(call, output) if call is not None else []
         if call is None or not outputs:

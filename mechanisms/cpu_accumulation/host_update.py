@@ -60,7 +60,7 @@ def broadcast(tensors: Sequence[Tensor], root: int, ranks: SharedSum) -> None:
                 one.copy_(values.view(one.shape))
 
 
-def numbers_of_all(mine: Sequence[float], ranks: SharedSum) -> list[list[float]]:
+def all_gather_floats(mine: Sequence[float], ranks: SharedSum) -> list[list[float]]:
     """Each rank's numbers, the same count on all."""
     table = torch.zeros(ranks.ranks, len(mine), dtype=torch.float64)
     table[ranks.rank] = torch.tensor(mine, dtype=torch.float64)
@@ -68,8 +68,8 @@ def numbers_of_all(mine: Sequence[float], ranks: SharedSum) -> list[list[float]]
     return table.tolist()
 
 
-def shown(mine: Any, root: int, ranks: SharedSum) -> Any:
-    """What one rank shows all, which can be pickled."""
+def broadcast_object(mine: Any, root: int, ranks: SharedSum) -> Any:
+    """Return one rank's object, which can be pickled, on all ranks."""
     data = bytearray(pickle.dumps(mine)) if ranks.rank == root else bytearray()
     size = torch.tensor([len(data)], dtype=torch.float64)
     ranks.broadcast(size, root)
@@ -78,9 +78,9 @@ def shown(mine: Any, root: int, ranks: SharedSum) -> Any:
     return mine if ranks.rank == root else pickle.loads(data)
 
 
-def exchanged(mine: Any, ranks: SharedSum) -> list[Any]:
-    """What each rank shows all."""
-    return [shown(mine, root, ranks) for root in range(ranks.ranks)]
+def all_gather_object(mine: Any, ranks: SharedSum) -> list[Any]:
+    """Return the objects of all ranks, in their order."""
+    return [broadcast_object(mine, root, ranks) for root in range(ranks.ranks)]
 
 
 # Whether the ranks have the same weights and gradients, so that the update of one is that of all.
@@ -236,7 +236,7 @@ def whole_state(part: dict[int, Any], ranks: SharedSum, *, keep: bool) -> dict[i
     whole = dict(part)
     for root in range(ranks.ranks):
         sends = root == ranks.rank
-        descriptions = shown(
+        descriptions = broadcast_object(
             {number: tree_map(_described, state) for number, state in part.items()} if sends else None, root, ranks
         )
         for number in descriptions:
@@ -420,7 +420,7 @@ class HostUpdate:
         if self._sums.shared is None:
             return f"ranks do not share memory ({self._sums.note})"
         mine = why_not_separable(self._optimizer) or why_not_this_step(self._optimizer)
-        return next(filter(None, exchanged(mine, self._sums.shared)), None)
+        return next(filter(None, all_gather_object(mine, self._sums.shared)), None)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         self._refuse_failed()
@@ -435,7 +435,7 @@ class HostUpdate:
             if not whole:
                 self._step_share(stepped)
             else:
-                reason = next(filter(None, exchanged(mine, self._ranks)))
+                reason = next(filter(None, all_gather_object(mine, self._ranks)))
         except BaseException:
             self._fail()
             raise
@@ -457,7 +457,7 @@ class HostUpdate:
         finally:
             for parameter, gradient in others:
                 parameter.grad = gradient
-        if new and (reason := next(filter(None, exchanged(self._why_not_sent(), self._ranks)), None)) is not None:
+        if new and (reason := next(filter(None, all_gather_object(self._why_not_sent(), self._ranks)), None)):
             raise RuntimeError(f"{reason}: leave out update_on_host")
         with torch.no_grad():
             for rank in range(self._ranks.ranks):
@@ -478,7 +478,7 @@ class HostUpdate:
         if does >= _Does.END or len(self._optimizer.state) != self._states:
             self._held, self._states = self._shared_state_bytes(), len(self._optimizer.state)
         mine = [dist.get_rank(), does, self._held, which, weights, sample]
-        ranks, do, state_sizes, steps, written, samples = zip(*numbers_of_all(mine, self._ranks), strict=True)
+        ranks, do, state_sizes, steps, written, samples = zip(*all_gather_floats(mine, self._ranks), strict=True)
         self._report = replace(self._report, whole_state_bytes=int(sum(state_sizes)))
         if len({one >= _Does.END for one in do}) > 1:
             other, what = next(

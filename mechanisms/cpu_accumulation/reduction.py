@@ -238,7 +238,7 @@ class BucketReduction:
         self._reducer: Reducer | None = reducer
         self._report = HostReductionReport(how=getattr(reducer, "note", ""))
         self._slot = comm_hook_of(model)
-        self.parameters = _alike(model)
+        self.parameters = _replicated_parameters(model)
         try:
             devices = {parameter.device for parameter in model.parameters()}
             if len(devices) > 1:
@@ -271,7 +271,7 @@ class BucketReduction:
             self._slot.give_back(self, reducer, failed=failed)
 
 
-def _alike(model: DistributedDataParallel) -> frozenset[Tensor]:
+def _replicated_parameters(model: DistributedDataParallel) -> frozenset[Tensor]:
     rescaled = {
         layer.weight
         for layer in model.modules()

@@ -21,6 +21,7 @@ from retime.foundations.lazy_updates import (
     PendingUpdate,
     ReplacedMethod,
     WatchedState,
+    apply_pending,
     check_bucket_bytes,
     default_bucket_bytes,
     flush_before_opaque_forward,
@@ -29,7 +30,6 @@ from retime.foundations.lazy_updates import (
     is_torchs_zero_grad,
     nbytes,
     parameters_of,
-    settle_all,
     unwatch,
     unwatchable,
     unwatchable_parameters,
@@ -129,7 +129,7 @@ class ForwardFusion:
 
     def _settle_others(self) -> None:
         """Another optimizer's updates of the same parameters come first."""
-        settle_all(parameters_of(self.optimizer))
+        apply_pending(parameters_of(self.optimizer))
 
     def _waiting_buckets(self, parameters: list[Tensor]) -> list[tuple[list[Tensor], Callable[[], None] | None]]:
         """The buckets, each with what its update must wait for."""

@@ -38,7 +38,7 @@ class CollectiveError(RuntimeError):
 
 
 @contextmanager
-def alone(model: DistributedDataParallel, *, watch: bool = True) -> Iterator[None]:
+def bypass_ddp(model: DistributedDataParallel, *, watch: bool = True) -> Iterator[None]:
     """While open, calls of ``model`` reach the bare module: none of DDP's hooks fires, no buffer is sent.
 
     SyncBatchNorm layers take the statistics of this rank.
@@ -209,7 +209,7 @@ class ReduceLast:
         self._model.require_backward_grad_sync = self._wanted and self._part == self._last
         over = self._part > self._last  # DDP's forward pass would begin the next batch: other ranks have no such part
         try:
-            with alone(self._model, watch=False) if over else nullcontext():
+            with bypass_ddp(self._model, watch=False) if over else nullcontext():
                 yield
         except BaseException:
             self.end()
@@ -396,7 +396,7 @@ class BudgetedDataParallelStep(BudgetedStep):
         if self._collective is not None:
             raise self._collective
         try:
-            with alone(self._wrapped, watch=not self._watched):
+            with bypass_ddp(self._wrapped, watch=not self._watched):
                 output = step(part)
         except CollectiveError as error:  # dry runs take errors for their own, so it has to come again
             self._collective = error

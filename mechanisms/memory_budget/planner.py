@@ -42,7 +42,7 @@ from retime.mechanisms.memory_budget.dry_run import (
 from retime.mechanisms.memory_budget.offload import HostTier, PlanMismatch
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import MOST_TRIALS, PlanChoice, PlanTrial, examined, part_sizes, search_plan
-from retime.mechanisms.memory_budget.separability import certify, compared
+from retime.mechanisms.memory_budget.separability import certify, check_sizes
 from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.schedules.budget import BudgetError, OffloadPlan
 
@@ -255,10 +255,10 @@ class StepPlanner:
                 read_only=plain is not None and not plain.trace.writes_parameters,
             )
 
-    def compared(self, step: Step, batch: Any, certificate: Certificate, sizes: Collection[int]) -> Certificate:
+    def check_sizes(self, step: Step, batch: Any, certificate: Certificate, sizes: Collection[int]) -> Certificate:
         """The same certificate, if batches of these sizes do what the probed samples do."""
         with self.trying_out(), preserve_state(self.model, step):
-            return compared(
+            return check_sizes(
                 step,
                 batch,
                 self.model,

@@ -412,7 +412,7 @@ class BatchPlans:
         )
         self.memory.limit(record.batch, self.planner.budget_bytes)
         with self.planner.trying_out(), self._compiled.looked_for():
-            shape = self._with_parts_compared(step, record, self._made_or_taken(step, record))
+            shape = self._with_sizes_checked(step, record, self._made_or_taken(step, record))
         if not shape.plain:
             self._compiled.warn()
         self.memory.freed.trim()  # planning is over: what it took is the steps'
@@ -429,7 +429,7 @@ class BatchPlans:
         shape = self._make_plan(self.planner, step, batch, samples)
         return replace(shape, note="; ".join(filter(None, (shape.note, self.memory.freed.note))))
 
-    def _with_parts_compared(self, step: Step, record: BatchRecord, shape: PlannedShape) -> PlannedShape:
+    def _with_sizes_checked(self, step: Step, record: BatchRecord, shape: PlannedShape) -> PlannedShape:
         """The same, once its parts are known to do what the probed samples do; else a plan for the whole batch.
 
         The first batch would find it out too, but has no room for a dry run.
@@ -439,11 +439,11 @@ class BatchPlans:
             return shape
         sub_batch = min(shape.choice.plan.sub_batch, record.samples)
         sizes = {record.samples, *part_lengths(record.samples, -(-record.samples // sub_batch))} - certificate.sizes
-        compared = self.planner.compared(step, record.batch, certificate, sizes) if sizes else certificate
-        if compared.separable:
-            return replace(shape, certificate=compared)
-        warn_of_whole(compared.reason)
-        with self._kept_whole(compared.reason):
+        verified = self.planner.check_sizes(step, record.batch, certificate, sizes) if sizes else certificate
+        if verified.separable:
+            return replace(shape, certificate=verified)
+        warn_of_whole(verified.reason)
+        with self._kept_whole(verified.reason):
             return self._made_or_taken(step, record)
 
     @contextmanager

@@ -40,7 +40,7 @@ from retime.mechanisms.memory_budget.planner import Step
 from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, Offloads
 from retime.mechanisms.memory_budget.report import AnotherPath, BudgetReport, GraphPaths, PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
-from retime.mechanisms.memory_budget.separability import compared
+from retime.mechanisms.memory_budget.separability import check_sizes
 from retime.schedules.budget import OffloadPlan
 
 
@@ -94,7 +94,7 @@ class SubBatches:
             sizes = {*self.samples, sum(self.samples)}
             if self.certificate.samples and not sizes <= self.certificate.sizes:
                 compare = compare or (
-                    lambda whole, prior, new: compared(step, whole, model, prior, new, split=split, ghost=ghost)
+                    lambda whole, prior, new: check_sizes(step, whole, model, prior, new, split=split, ghost=ghost)
                 )
                 self.certificate = compare(batch, self.certificate, sizes - self.certificate.sizes)
                 if not self.certificate.separable:
@@ -216,7 +216,7 @@ class PlannedBatches:
 
         def compare(whole: Any, certificate: Certificate, sizes: Collection[int]) -> Certificate:
             with self._plans.room(record.batch):
-                return planner.compared(step, whole, certificate, sizes)
+                return planner.check_sizes(step, whole, certificate, sizes)
 
         try:
             now = SubBatches(

@@ -25,8 +25,8 @@ from retime.foundations.torch_private.tensors import base_of, kept_version
 # Hooks at the layers of a model, where a step stops, or goes past what lies on another rank.
 
 
-class Visitor:
-    """Whoever is asked at each layer; this one lets all of them run here, as they are."""
+class LayerHandler:
+    """Decides what each layer does when it is called; this one lets all run here, as they are."""
 
     def before(self, layer: int, args: Any, kwargs: Any) -> Any:
         """A layer is called; other arguments for it and keywords, or None."""
@@ -45,14 +45,14 @@ class Visitor:
 
 
 class LayerInterceptors:
-    """Lets a visitor decide what the layers of a model do; without one they do what they ever did.
+    """Lets a handler decide what the layers of a model do; without one they do what they ever did.
 
     Args:
         layers: in forward order.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.visitor: Visitor | None = None
+        self.handler: LayerHandler | None = None
         self.around: Callable[[nn.Module], AbstractContextManager[None]] | None = None
         """Gives the context in which a layer runs, for layers that have their values only then."""
         self._layers = list(layers)
@@ -64,13 +64,13 @@ class LayerInterceptors:
             vars(layer)["forward"] = _Gate(self, number, layer)
 
     @contextmanager
-    def visited_by(self, visitor: Visitor) -> Iterator[None]:
-        """Inside, this visitor decides."""
-        before, self.visitor = self.visitor, visitor
+    def handled_by(self, handler: LayerHandler) -> Iterator[None]:
+        """Inside, this handler decides."""
+        before, self.handler = self.handler, handler
         try:
             yield
         finally:
-            self.visitor = before
+            self.handler = before
 
     def remove(self) -> None:
         """Give the layers their own ``forward`` back."""
@@ -89,8 +89,8 @@ class _Before:
         self._gates, self._number = gates, number
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        visitor = None if self._gates is None else self._gates.visitor
-        return None if visitor is None else visitor.before(self._number, args, kwargs)
+        handler = None if self._gates is None else self._gates.handler
+        return None if handler is None else handler.before(self._number, args, kwargs)
 
     def __reduce__(self) -> Any:
         return _Before, (None, self._number)
@@ -110,12 +110,12 @@ class _Gate:
             vars(self._layer)["forward"] = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        visitor = None if self._gates is None else self._gates.visitor
-        if visitor is None:
+        handler = None if self._gates is None else self._gates.handler
+        if handler is None:
             return self._forward(*args, **kwargs)
-        if not visitor.is_here(self._number):
-            return visitor.instead(self._number, args, kwargs)
-        return visitor.after(self._number, self._forward(*args, **kwargs))
+        if not handler.is_here(self._number):
+            return handler.instead(self._number, args, kwargs)
+        return handler.after(self._number, self._forward(*args, **kwargs))
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._own or partial(type(self._layer).forward, self._layer)
@@ -132,8 +132,8 @@ class _Gate:
 
 
 @dataclass(frozen=True)
-class TensorKind:
-    """A tensor without its values.
+class TensorSpec:
+    """What a tensor is, without its values.
 
     Attributes:
         requires_grad: whether a gradient goes back to it.
@@ -146,8 +146,8 @@ class TensorKind:
     written: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorKind:
-        """The kind of a tensor."""
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Return what describes a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     @property
@@ -170,8 +170,8 @@ class TensorKind:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """A nested value with the kinds of its tensors in their places.
+class ValueSpec:
+    """A nested value with the specs of its tensors in their places.
 
     Attributes:
         value: what is neither tensor, number nor text is None in it.
@@ -180,37 +180,37 @@ class TensorSpec:
     value: Any
 
     def stand_in(self, device: torch.device) -> Any:
-        """A value of this kind; see :meth:`TensorKind.stand_in`."""
-        return tree_map(lambda leaf: leaf.stand_in(device) if isinstance(leaf, TensorKind) else leaf, self.value)
+        """A value of this kind; see :meth:`TensorSpec.stand_in`."""
+        return tree_map(lambda leaf: leaf.stand_in(device) if isinstance(leaf, TensorSpec) else leaf, self.value)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
         """A value of this kind with these tensors, in order."""
         given = iter(tensors)
-        return tree_map(lambda leaf: next(given) if isinstance(leaf, TensorKind) else leaf, self.value)
+        return tree_map(lambda leaf: next(given) if isinstance(leaf, TensorSpec) else leaf, self.value)
 
-    def with_written(self, numbers: Container[int]) -> TensorSpec:
+    def with_written(self, numbers: Container[int]) -> ValueSpec:
         """The same, of which code between the layers writes into some tensors, by their numbers in order."""
         counter = count()
 
         def mark(leaf: Any) -> Any:
-            return replace(leaf, written=next(counter) in numbers) if isinstance(leaf, TensorKind) else leaf
+            return replace(leaf, written=next(counter) in numbers) if isinstance(leaf, TensorSpec) else leaf
 
-        return TensorSpec(tree_map(mark, self.value))
+        return ValueSpec(tree_map(mark, self.value))
 
     @property
-    def tensors(self) -> list[TensorKind]:
-        """The kinds of its tensors, in order."""
-        return [leaf for leaf in tree_flatten(self.value)[0] if isinstance(leaf, TensorKind)]
+    def tensors(self) -> list[TensorSpec]:
+        """The specs of its tensors, in order."""
+        return [leaf for leaf in tree_flatten(self.value)[0] if isinstance(leaf, TensorSpec)]
 
 
-def kind_of(value: Any) -> TensorSpec:
-    """The kind of a nested value."""
-    return TensorSpec(tree_map(_kind, value))
+def spec_of(value: Any) -> ValueSpec:
+    """Return the spec of a nested value."""
+    return ValueSpec(tree_map(_spec, value))
 
 
-def _kind(leaf: Any) -> Any:
+def _spec(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return TensorKind.of(leaf)
+        return TensorSpec.of(leaf)
     return leaf if isinstance(leaf, bool | int | float | str) else None
 
 

@@ -22,7 +22,7 @@ from retime.foundations.parts import Recorder
 from retime.foundations.torch_private.engine import tree_leaves
 from retime.foundations.torch_private.nn_and_optim import BatchNormBase
 from retime.foundations.torch_private.tensors import tensor_hooks, version_of
-from retime.mechanisms.pipeline.calls import Visitor, replaced_tensors, tensors_in_order
+from retime.mechanisms.pipeline.calls import LayerHandler, replaced_tensors, tensors_in_order
 
 T = TypeVar("T")
 
@@ -84,16 +84,16 @@ def messages_of_group(group: Any) -> Any:
     return messages_of(whose)
 
 
-def gathered_by_all(mine: T, group: Any) -> list[T]:
-    """What each rank of a group gives, on all of them; all ranks call this."""
+def all_gather_object(mine: T, group: Any) -> list[T]:
+    """Return the objects of all ranks of a group, on all of them; all ranks call this."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with messages_of_group(group):
         dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
-def shown(mine: T, rank: int, group: Any) -> T:
-    """What one rank of a group gives, on all of them; all ranks call this."""
+def broadcast_object(mine: T, rank: int, group: Any) -> T:
+    """Return the object of one rank of a group, on all of them; all ranks call this."""
     payload = [mine]
     with messages_of_group(group):
         dist.broadcast_object_list(payload, dist.get_global_rank(group, rank), group=group)
@@ -136,8 +136,8 @@ def _is_checkpointed_reentrantly() -> bool:
     return frame is not None
 
 
-class LayerResults(Visitor):
-    """A visitor that looks at what goes between the layers, and adds noise to what they return if it is asked to.
+class LayerResults(LayerHandler):
+    """A handler that looks at what goes between the layers, and adds noise to what they return if it is asked to.
 
     Attributes:
         low_precision: they have returned numbers of 16 bits.

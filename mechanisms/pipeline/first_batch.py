@@ -18,8 +18,8 @@ from retime.foundations.parts import loss_of
 from retime.foundations.preserve_state import preserve_state, reachable_tensors, seed_all
 from retime.foundations.weight_gradients import SMALL, SplitBackward
 from retime.mechanisms.pipeline.calls import LayerInterceptors, Returned, SuspendedCall, Workers, tensors_in_order
-from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, messages_of
-from retime.mechanisms.pipeline.layers import FIRST_SEED, LayerList, Survey, survey
+from retime.mechanisms.pipeline.checks import PipelineError, all_gather_object, broadcast, messages_of
+from retime.mechanisms.pipeline.layers import FIRST_SEED, LayerList, LayerProfile, profile_layers
 from retime.mechanisms.pipeline.losses import LossWeight, LossWeights, look_at_losses
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel
 from retime.mechanisms.pipeline.ownership import Ownership, Reached
@@ -132,7 +132,7 @@ class FirstBatch:
         Raises:
             PipelineError: the model or the batch cannot go through a pipeline.
         """
-        if len(set(gathered_by_all(_checksum(batch), self._place.group))) > 1:
+        if len(set(all_gather_object(_checksum(batch), self._place.group))) > 1:
             raise PipelineError(DIFFERENT)
         with self._no_trace(batch):
             weights, look = look_at_losses(
@@ -146,7 +146,7 @@ class FirstBatch:
             )
             weights = replace(weights, certificate=self._place.agreed(weights.certificate))
         with self._no_trace(batch):
-            surveyed = survey(
+            profile = profile_layers(
                 lambda: seeded(step, parts[0]),
                 self._model,
                 self._gates,
@@ -154,13 +154,13 @@ class FirstBatch:
                 self._place.names,
                 lambda: self._no_trace(batch, parameters=False),
             )
-        planner = self._planner(surveyed, config)
+        planner = self._planner(profile, config)
         plan, whole = planner.plan(len(parts)), StepModule(self._model)
         # its hooks on layers are to stay: not inside of what leaves no trace
         split = SplitBackward(whole)
         try:
             with self._no_trace(batch):
-                spread = self._cut(step, parts[0], surveyed, planner, plan, weights, whole, split)
+                spread = self._cut(step, parts[0], profile, planner, plan, weights, whole, split)
         except BaseException:
             split.remove()
             raise
@@ -182,20 +182,20 @@ class FirstBatch:
             try:
                 yield
             finally:
-                self._gates.visitor = None
+                self._gates.handler = None
 
-    def _planner(self, surveyed: Survey, config: PipelineConfig) -> Planner:
-        hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in surveyed.given), default=0))
+    def _planner(self, profile: LayerProfile, config: PipelineConfig) -> Planner:
+        hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in profile.given), default=0))
         costs = self._place.agreed(
             Costs(
-                tuple(surveyed.forward_ms),
-                tuple(surveyed.saved_bytes),
+                tuple(profile.forward_ms),
+                tuple(profile.saved_bytes),
                 hop,
                 _TASK_MS,
-                tuple(surveyed.output_gradient_ms),
-                tuple(surveyed.weight_gradient_ms),
+                tuple(profile.output_gradient_ms),
+                tuple(profile.weight_gradient_ms),
                 message,
-                self._parameter_bytes(surveyed),
+                self._parameter_bytes(profile),
             )
         )
         return Planner(
@@ -207,12 +207,12 @@ class FirstBatch:
             split=config.split,
         )
 
-    def _parameter_bytes(self, surveyed: Survey) -> tuple[int, ...]:
+    def _parameter_bytes(self, profile: LayerProfile) -> tuple[int, ...]:
         """Return the bytes by layer, with what is around the layers in the outermost."""
         by_layer = [set(layer.parameters()) for layer in self._layers.modules]
         around = set(self._model.parameters()).difference(*by_layer)
-        by_layer[0] |= around & surveyed.front
-        by_layer[-1] |= around & surveyed.behind
+        by_layer[0] |= around & profile.front
+        by_layer[-1] |= around & profile.behind
         return tuple(sum(map(nbytes, one)) for one in by_layer)
 
     def _hop_ms(self, nbytes: int) -> tuple[float, float]:
@@ -239,7 +239,7 @@ class FirstBatch:
         self,
         step: Callable[[Any], Any],
         part: Any,
-        surveyed: Survey,
+        profile: LayerProfile,
         planner: Planner,
         plan: PipelinePlan,
         weights: LossWeights,
@@ -248,9 +248,7 @@ class FirstBatch:
     ) -> PipelineState:
         """Run one micro-batch in stages on this rank alone: what a stage is sent, and which parameters it uses."""
         place = self._place
-        self._gates.visitor = TrainingCall(
-            plan, place.rank, place.device, surveyed.outputs, place.names, surveyed.writes
-        )
+        self._gates.handler = TrainingCall(plan, place.rank, place.device, profile.outputs, place.names, profile.writes)
         mine = [stage for stage, rank in enumerate(plan.rank_of) if rank == place.rank]
         positions: dict[int, list[int]] = {}
         edges: dict[int, list[Tensor]] = {}
@@ -258,7 +256,7 @@ class FirstBatch:
         try:
             answer: Any = call.resume()
             for stage in mine:
-                given = surveyed.given[plan.layers_of(stage)[0]]
+                given = profile.given[plan.layers_of(stage)[0]]
                 while isinstance(answer, AtEdge) and answer.stage != stage:
                     answer = call.resume()
                 assert isinstance(answer, AtEdge)
@@ -276,7 +274,7 @@ class FirstBatch:
                 edges[stage] = [loss_of(answer.value)] if isinstance(answer, Returned) else answer.given
         finally:
             call.close()
-        positions = _merged(gathered_by_all(positions, place.group))
+        positions = _merged(all_gather_object(positions, place.group))
         roots = {
             stage: edges[stage]
             if stage + 1 == plan.stages
@@ -284,10 +282,10 @@ class FirstBatch:
             for stage in mine
         }
         flags = {stage + 1: [one.requires_grad for one in roots[stage]] for stage in mine if stage + 1 < plan.stages}
-        needs_gradient = _merged(gathered_by_all(flags, place.group))
+        needs_gradient = _merged(all_gather_object(flags, place.group))
         graphs = {stage: Reached(roots[stage]) for stage in mine}
-        self._check_graphs(graphs, roots, surveyed, plan)
-        self._check_values(edges, surveyed, plan)
+        self._check_graphs(graphs, roots, profile, plan)
+        self._check_values(edges, profile, plan)
         split.watch([root for stage in mine for root in roots[stage]])
         for stage in mine:
             split.passes.drop(stage)
@@ -305,27 +303,27 @@ class FirstBatch:
             split,
             owners,
             weights,
-            surveyed.outputs,
+            profile.outputs,
             positions,
             needs_gradient,
-            surveyed.writes,
+            profile.writes,
         )
         self._divide(spread, {stage: graph.leaves for stage, graph in graphs.items()})
         return spread
 
     def _check_graphs(
-        self, graphs: dict[int, Reached], roots: dict[int, list[Tensor]], surveyed: Survey, plan: PipelinePlan
+        self, graphs: dict[int, Reached], roots: dict[int, list[Tensor]], profile: LayerProfile, plan: PipelinePlan
     ) -> None:
         """Raise on all ranks what one of them finds."""
-        why, skip = _why_not(graphs, roots, plan), self._skip(surveyed, plan)
+        why, skip = _why_not(graphs, roots, plan), self._skip(profile, plan)
         if why is not None and why != _NO_GRADIENT and skip is not None:
             why = f"{skip}. {_TAKE_ALL}"
-        if why == _NO_GRADIENT and loss_of(surveyed.output).requires_grad:
+        if why == _NO_GRADIENT and loss_of(profile.output).requires_grad:
             why = (
                 f"the loss does not depend on what {self._place.names[-1]!r} gives, the last of the layers, as of a "
                 "second head that is not trained: leave it out of the list, or call it in front of the others"
             )
-        for one in gathered_by_all(why, self._place.group):
+        for one in all_gather_object(why, self._place.group):
             if one is not None:
                 raise PipelineError(one)
 
@@ -333,32 +331,32 @@ class FirstBatch:
         """Raise on all ranks where a reentrant checkpoint may hide parameters around the layers from the graph."""
         hidden = [name for name in owners.unreached if owners.parameters[name].requires_grad]
         reentrant = any(node.name() == "CheckpointFunctionBackward" for one in graphs.values() for node in one.nodes)
-        if hidden and any(gathered_by_all(reentrant, self._place.group)):
+        if hidden and any(all_gather_object(reentrant, self._place.group)):
             raise PipelineError(
                 f"which ranks need {hidden[0]!r} is not known: torch.utils.checkpoint.checkpoint(..., "
                 "use_reentrant=True), torch's default, hides what it uses. Give it use_reentrant=False, call it in a "
                 "layer of the list, or freeze what is not used"
             )
 
-    def _check_values(self, edges: dict[int, list[Tensor]], surveyed: Survey, plan: PipelinePlan) -> None:
+    def _check_values(self, edges: dict[int, list[Tensor]], profile: LayerProfile, plan: PipelinePlan) -> None:
         """Raise on all ranks where a stage gives something else than the whole model did."""
         wrong = None
         for stage, tensors in edges.items():
             last = stage + 1 == plan.stages
-            whole = [loss_of(surveyed.output)] if last else surveyed.given[plan.layers_of(stage + 1)[0]]
+            whole = [loss_of(profile.output)] if last else profile.given[plan.layers_of(stage + 1)[0]]
             if not all(_near(one, other) for one, other in zip(tensors, whole, strict=True)):
                 wrong = wrong or (
                     f"what stands between the layers and around them gives other numbers when stage {stage + 1} runs "
-                    f"by itself: {self._skip(surveyed, plan) or _GOES_PAST}. {_TAKE_ALL}"
+                    f"by itself: {self._skip(profile, plan) or _GOES_PAST}. {_TAKE_ALL}"
                 )
-        for message in gathered_by_all(wrong, self._place.group):
+        for message in all_gather_object(wrong, self._place.group):
             if message is not None:
                 raise PipelineError(message)
 
-    def _skip(self, surveyed: Survey, plan: PipelinePlan) -> str | None:
+    def _skip(self, profile: LayerProfile, plan: PipelinePlan) -> str | None:
         """Which tensor a stage does not have, if the whole step's graph shows one."""
         names, stage_of = [*map(repr, self._place.names), "what lies behind the layers"], [*plan.stage_of, plan.stages]
-        for one, other in surveyed.skips:
+        for one, other in profile.skips:
             if stage_of[one] < stage_of[other]:
                 return (
                     f"what {names[one]} gives goes past the next layer to {names[other]}, whose stage does not "

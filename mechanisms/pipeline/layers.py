@@ -22,12 +22,12 @@ from retime.foundations.messages import warn_no_effect
 from retime.foundations.parts import loss_of
 from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.pipeline.calls import (
+    LayerHandler,
     LayerInterceptors,
-    TensorSpec,
-    Visitor,
+    ValueSpec,
     draw_for,
-    kind_of,
     shapes_of,
+    spec_of,
     tensors_in_order,
 )
 from retime.mechanisms.pipeline.checks import PipelineError, refuse_kinds
@@ -264,8 +264,8 @@ def _all(calls: list[_Call]) -> Iterator[_Call]:
 # Layers that are alike: what is measured of one holds for all of them.
 
 
-def alike(layers: Sequence[nn.Module], given: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """The numbers of the layers, those of one class, with parameters and inputs of the same shapes, together."""
+def group_equal_layers(layers: Sequence[nn.Module], given: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Return the numbers of layers in groups of one class whose parameters and inputs have the same shapes."""
     numbers_of: dict[tuple[Any, ...], list[int]] = {}
     for number, (layer, tensors) in enumerate(zip(layers, given, strict=True)):
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
@@ -274,8 +274,8 @@ def alike(layers: Sequence[nn.Module], given: Sequence[Sequence[Tensor]]) -> lis
     return list(numbers_of.values())
 
 
-def typical(values: Sequence[float], groups: Sequence[Sequence[int]]) -> list[float]:
-    """Each layer's value, as the median of those of its group."""
+def group_medians(values: Sequence[float], groups: Sequence[Sequence[int]]) -> list[float]:
+    """Return for each layer the median of its group's values."""
     medians = list(values)
     for numbers in groups:
         middle = median(values[number] for number in numbers)
@@ -342,7 +342,7 @@ class BackwardTimes:
         for number, group in zip(chosen, groups, strict=True):
             for other in group:
                 weight[1 + other] = weight[1 + number]
-        outputs[inner] = typical(outputs[inner], groups)
+        outputs[inner] = group_medians(outputs[inner], groups)
         return _with_ends(outputs[inner], outputs[0], outputs[-1]), _with_ends(weight[inner], weight[0], weight[-1])
 
     def remove(self) -> None:
@@ -383,7 +383,7 @@ FIRST_SEED = 0
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
-class Survey:
+class LayerProfile:
     """What each layer was given and gave, by number.
 
     Attributes:
@@ -401,7 +401,7 @@ class Survey:
 
     def __init__(self, layers: int) -> None:
         self.given: list[list[Tensor]] = [[] for _ in range(layers)]
-        self.outputs: dict[tuple[int, Shapes], TensorSpec] = {}
+        self.outputs: dict[tuple[int, Shapes], ValueSpec] = {}
         self.forward_ms = [0.0] * layers
         self.output_gradient_ms: list[float] = []
         self.weight_gradient_ms: list[float] = []
@@ -413,13 +413,13 @@ class Survey:
         self.skips: list[tuple[int, int]] = []
 
 
-class _Looks(Visitor):
+class _Looks(LayerHandler):
     """Notes what layers are given and give."""
 
-    def __init__(self, surveyed: Survey, names: Callable[[int], str]) -> None:
-        self._found, self._name = surveyed, names
+    def __init__(self, profile: LayerProfile, names: Callable[[int], str]) -> None:
+        self._profile, self._name = profile, names
         self._since = now()
-        self.backward = BackwardTimes(len(surveyed.given))
+        self.backward = BackwardTimes(len(profile.given))
         self._before_ms = 0.0
         self.next = 0
         self._shapes: Shapes = ()
@@ -442,7 +442,7 @@ class _Looks(Visitor):
         self._note_written()
         refuse_kinds(self._name(layer), (args, kwargs))
         given = tensors_in_order((args, kwargs))
-        self._found.given[layer] = [tensor.detach().clone() for tensor in given]
+        self._profile.given[layer] = [tensor.detach().clone() for tensor in given]
         # of inference tensors there is no version
         self._given = [(tensor, version_of(tensor)) for tensor in given if not tensor.is_inference()]
         self._shapes = shapes_of((args, kwargs))
@@ -450,10 +450,10 @@ class _Looks(Visitor):
         self._note_skips(layer, given)
         took = self._lap()
         if layer:
-            self._found.forward_ms[layer - 1] += took
+            self._profile.forward_ms[layer - 1] += took
         else:
             self._before_ms = took
-            self._found.front = Reached(given).leaves
+            self._profile.front = Reached(given).leaves
 
     def is_here(self, layer: int) -> bool:
         draw_for(layer, FIRST_SEED)
@@ -461,10 +461,10 @@ class _Looks(Visitor):
 
     def after(self, layer: int, output: Any) -> Any:
         refuse_kinds(self._name(layer), output)
-        self._found.outputs[layer, self._shapes] = kind_of(output)
+        self._profile.outputs[layer, self._shapes] = spec_of(output)
         self._last = tensors_in_order(output)
         if any(version_of(tensor) != version for tensor, version in self._given):
-            self._found.writes.add(layer)
+            self._profile.writes.add(layer)
         self._given.clear()
         # what this layer has written into is not written into between the layers
         self._returned = [(key, number, tensor, version_of(tensor)) for key, number, tensor, _ in self._returned]
@@ -474,9 +474,9 @@ class _Looks(Visitor):
                 for number, tensor in enumerate(self._last)
                 if not tensor.is_inference()
             ]
-        if layer + 1 == len(self._found.given):
+        if layer + 1 == len(self._profile.given):
             self.backward.enter(layer + 1, self._last)
-            self._found.forward_ms[layer] += self._lap()
+            self._profile.forward_ms[layer] += self._lap()
         return output
 
     def saved(self, tensor: Tensor) -> Tensor:
@@ -485,29 +485,27 @@ class _Looks(Visitor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._seen:
                 self._seen.add(storage.data_ptr())
-                self._found.saved_bytes[max(0, self.next - 1)] += storage.nbytes()
+                self._profile.saved_bytes[max(0, self.next - 1)] += storage.nbytes()
         return tensor
 
     def end(self, model: nn.Module, layers: Sequence[nn.Module], *, gradients: bool) -> None:
         """The step has run: layers that are alike take the same, and what is around them counts with the outermost."""
-        after, surveyed = self._lap(), self._found
+        after, profile = self._lap(), self._profile
         self._note_written()
         for key, numbers in self._written.items():
-            surveyed.outputs[key] = surveyed.outputs[key].with_written(numbers)
+            profile.outputs[key] = profile.outputs[key].with_written(numbers)
         self._returned.clear()
-        surveyed.behind = Reached(
-            tensors_in_order(surveyed.output), until={tensor.grad_fn for tensor in self._last}
-        ).leaves
-        self._note_skips(len(layers), tensors_in_order(surveyed.output))
+        profile.behind = Reached(tensors_in_order(profile.output), until={one.grad_fn for one in self._last}).leaves
+        self._note_skips(len(layers), tensors_in_order(profile.output))
         self._last, self._near = [], []
         self._gave.clear()
-        groups = alike(layers, surveyed.given)
-        surveyed.forward_ms = typical(surveyed.forward_ms, groups)
-        surveyed.forward_ms[0] += self._before_ms
-        surveyed.forward_ms[-1] += after
-        times = self.backward.measure(surveyed.output, model, layers, groups) if gradients else None
+        groups = group_equal_layers(layers, profile.given)
+        profile.forward_ms = group_medians(profile.forward_ms, groups)
+        profile.forward_ms[0] += self._before_ms
+        profile.forward_ms[-1] += after
+        times = self.backward.measure(profile.output, model, layers, groups) if gradients else None
         if times is not None:
-            surveyed.output_gradient_ms, surveyed.weight_gradient_ms = times
+            profile.output_gradient_ms, profile.weight_gradient_ms = times
 
     def _note_written(self) -> None:
         """Between two layers: what earlier ones returned may have been written into, as by ``x.relu_()``."""
@@ -520,7 +518,7 @@ class _Looks(Visitor):
         gave = {tensor.grad_fn: layer - 1 for tensor in self._last if tensor.grad_fn is not None}
         near = gave.keys() | {tensor.grad_fn for tensor in self._near}
         past = Reached(given, until=near | self._gave.keys()).ends - near
-        self._found.skips += sorted({(self._gave[node], layer) for node in past})
+        self._profile.skips += sorted({(self._gave[node], layer) for node in past})
         self._gave |= gave
         self._near = given
 
@@ -530,14 +528,14 @@ class _Looks(Visitor):
         return 1000 * took
 
 
-def survey(
+def profile_layers(
     call: Callable[[], Any],
     model: nn.Module,
     gates: LayerInterceptors,
     layers: Sequence[nn.Module],
     names: Sequence[str],
     apart: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Survey:
+) -> LayerProfile:
     """Run a step whole on this rank, three times: forward passes are timed in the second, which needs no new memory.
 
     Args:
@@ -552,13 +550,13 @@ def survey(
         PipelineError: it does not call each layer once and in order.
     """
 
-    def once(*, gradients: bool) -> Survey:
-        surveyed = Survey(len(names))
-        looks = _Looks(surveyed, lambda layer: repr(names[layer]))
+    def once(*, gradients: bool) -> LayerProfile:
+        profile = LayerProfile(len(names))
+        looks = _Looks(profile, lambda layer: repr(names[layer]))
         hooks = saved_tensors_hooks(looks.saved, lambda tensor: tensor)
         try:
-            with gates.visited_by(looks), torch.set_grad_enabled(gradients), hooks:
-                surveyed.output = call()
+            with gates.handled_by(looks), torch.set_grad_enabled(gradients), hooks:
+                profile.output = call()
             if looks.next < len(names):
                 raise PipelineError(
                     f"training_step does not call {names[looks.next]!r}: a pipeline needs each layer of the list once "
@@ -567,12 +565,12 @@ def survey(
             looks.end(model, layers, gradients=gradients)
         finally:
             looks.backward.remove()
-        return surveyed
+        return profile
 
     with apart():
         once(gradients=False)
     with apart():
         forward_ms = once(gradients=False).forward_ms
-    surveyed = once(gradients=True)
-    surveyed.forward_ms = forward_ms
-    return surveyed
+    profile = once(gradients=True)
+    profile.forward_ms = forward_ms
+    return profile

@@ -172,7 +172,7 @@ def look_at_losses(
         PipelineError: no such weights are known.
     """
     gates = LayerInterceptors([]) if gates is None else gates
-    results = gates.visitor = LayerResults(names)
+    results = gates.handler = LayerResults(names)
     if loss_weight is not None:
         divisor = None if isinstance(loss_weight, str) else loss_weight
         weights = LossWeights(Certificate(Weighting("sum" if loss_weight == "sum" else "mean")), divisor)
@@ -249,7 +249,7 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 def _seen(
     results: LayerResults, step: Callable[[Any], Any], part: Any, first: int, whole: int, noise: str | None = None
 ) -> Any:
-    """Run a step on samples of the first batch, of which the layers' visitor is told."""
+    """Run a step on samples of the first batch, of which the layers' handler is told."""
     with results.samples(first, samples_in(part), whole, noise):
         return _run(step, part, 0)
 

@@ -18,7 +18,13 @@ from retime.foundations.lazy_updates import nbytes
 from retime.foundations.messages import show_bytes, warn_no_effect
 from retime.foundations.torch_private.engine import tree_map
 from retime.foundations.torch_private.tensors import storage_address, without_subclass_functions
-from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, messages_of_group, shown
+from retime.mechanisms.pipeline.checks import (
+    PipelineError,
+    all_gather_object,
+    broadcast,
+    broadcast_object,
+    messages_of_group,
+)
 from retime.mechanisms.pipeline.meta_device import without_memory
 
 # Which ranks make up a pipeline, and which add their gradients up.
@@ -288,7 +294,7 @@ class Ownership:
         names = {parameter: name for name, parameter in self.parameters.items()}
         mine = {names[p] for p in needed if p in names}  # type: ignore[index]
         mine |= {names[p] for layer in here for p in layer.parameters()}
-        others = gathered_by_all(mine, group)
+        others = all_gather_object(mine, group)
         self._everyone = range(len(others))
         self.ranks: dict[str, list[int]] = {}
         self.unreached: list[str] = []
@@ -341,7 +347,7 @@ class Ownership:
             self._send(buffer, self._owner_of_buffers.get(name, 0))
         for owner, module, attribute in self._computed:
             mine = vars(module).get(attribute) if owner == self._rank else None
-            value = shown(mine.detach() if isinstance(mine, Tensor) else mine, owner, self._group)
+            value = broadcast_object(mine.detach() if isinstance(mine, Tensor) else mine, owner, self._group)
             if owner != self._rank:
                 setattr(module, attribute, value)
 
@@ -470,9 +476,7 @@ class Ownership:
     def _owners_of_buffers(self) -> dict[str, int]:
         """A module's buffers are those of the rank that has its parameters."""
         modules = self._modules_with_parameters()
-        return {
-            start + name: rank for start, module, rank in modules for name, _ in module.named_buffers(recurse=False)
-        }
+        return {start + name: rank for start, layer, rank in modules for name, _ in layer.named_buffers(recurse=False)}
 
     def _modules_with_parameters(self) -> Iterator[tuple[str, nn.Module, int]]:
         """Yield what its names begin with, the module, and the first rank that has one of its own parameters."""
@@ -495,7 +499,7 @@ class Ownership:
                 if isinstance(value, Tensor):
                     owned[start + attribute] = rank, module, attribute
         computed = {name for name, (_, module, attribute) in owned.items() if not vars(module)[attribute].is_leaf}
-        everyone = gathered_by_all((computed, set(owned)), self._group)
+        everyone = all_gather_object((computed, set(owned)), self._group)
         somewhere = set().union(*(names for names, _ in everyone))
         return [owned[name] for name in sorted(somewhere.intersection(*(names for _, names in everyone)))]
 

@@ -18,27 +18,27 @@ from retime.foundations.torch_private.engine import top_saved_tensors_hooks
 from retime.foundations.weight_gradients import SplitBackward
 from retime.mechanisms.pipeline.calls import (
     HERE,
+    LayerHandler,
     Returned,
     SuspendedCall,
-    TensorKind,
     TensorSpec,
-    Visitor,
+    ValueSpec,
     Workers,
     draw_for,
-    kind_of,
     leads_to,
     replaced_tensors,
     shapes_of,
+    spec_of,
     tensors_in_order,
 )
-from retime.mechanisms.pipeline.checks import PipelineError, broadcast, gathered_by_all, shown
+from retime.mechanisms.pipeline.checks import PipelineError, all_gather_object, broadcast, broadcast_object
 from retime.mechanisms.pipeline.layers import Shapes
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, needed_loss
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
 from retime.mechanisms.pipeline.stage import MeasuredTimes
 
-# A visitor of training steps that are cut: it stops at the edges of stages and goes past what lies elsewhere.
+# A handler of training steps that are cut: it stops at the edges of stages and goes past what lies elsewhere.
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class AtEdge:
     given: list[Tensor]
 
 
-class TrainingCall(Visitor):
+class TrainingCall(LayerHandler):
     """What the layers do in a training step of one micro-batch.
 
     Args:
@@ -72,7 +72,7 @@ class TrainingCall(Visitor):
         plan: PipelinePlan,
         rank: int,
         device: torch.device,
-        outputs: Mapping[tuple[int, Shapes], TensorSpec],
+        outputs: Mapping[tuple[int, Shapes], ValueSpec],
         names: Sequence[str],
         writes: Container[int] = (),
     ) -> None:
@@ -146,8 +146,8 @@ class TrainingCall(Visitor):
 # Steps without a backward pass: all ranks run them, and each layer runs where it lies and sends on what it gives.
 
 
-class EvaluationBroadcast(Visitor):
-    """A visitor under which a step's values are there on all ranks, the layers' parameters only on their own.
+class EvaluationBroadcast(LayerHandler):
+    """A handler under which a step's values are there on all ranks, the layers' parameters only on their own.
 
     Args:
         plan: which layer runs where.
@@ -156,17 +156,17 @@ class EvaluationBroadcast(Visitor):
     """
 
     def __init__(
-        self, plan: PipelinePlan, group: Any, device: torch.device, outputs: dict[tuple[int, Shapes], TensorSpec]
+        self, plan: PipelinePlan, group: Any, device: torch.device, outputs: dict[tuple[int, Shapes], ValueSpec]
     ) -> None:
         self._plan, self._group, self._device, self._outputs = plan, group, device, outputs
         self._rank = dist.get_rank(group)
         self._shapes: Shapes = ()
-        self.given: dict[int, list[TensorKind]] = {}
+        self.given: dict[int, list[TensorSpec]] = {}
         """Kinds of the tensors in the arguments of each layer, in the last step."""
 
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
         self._shapes = shapes_of((args, kwargs))
-        self.given[layer] = [TensorKind.of(tensor) for tensor in tensors_in_order((args, kwargs))]
+        self.given[layer] = [TensorSpec.of(tensor) for tensor in tensors_in_order((args, kwargs))]
 
     def is_here(self, layer: int) -> bool:
         return self._rank_of(layer) == self._rank
@@ -174,17 +174,17 @@ class EvaluationBroadcast(Visitor):
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
         key = layer, self._shapes
         if key not in self._outputs:
-            self._outputs[key] = shown(kind_of(None), self._rank_of(layer), self._group)  # which says what it is
-        kind = self._outputs[key]
-        tensors = [one.empty(self._device) for one in kind.tensors]
+            self._outputs[key] = broadcast_object(spec_of(None), self._rank_of(layer), self._group)  # says what it is
+        spec = self._outputs[key]
+        tensors = [one.empty(self._device) for one in spec.tensors]
         for tensor in tensors:
             broadcast(tensor, self._rank_of(layer), self._group)
-        return kind.with_tensors(tensors)
+        return spec.with_tensors(tensors)
 
     def after(self, layer: int, output: Any) -> Any:
         key = layer, self._shapes
         if key not in self._outputs:
-            self._outputs[key] = shown(kind_of(output), self._rank, self._group)
+            self._outputs[key] = broadcast_object(spec_of(output), self._rank, self._group)
         for tensor in tensors_in_order(output):
             broadcast(tensor.detach().contiguous(), self._rank, self._group)
         return output
@@ -223,8 +223,8 @@ class RankInfo:
     def agreed(self, mine: Any) -> Any:
         """What the first rank of the first pipeline gives, on all ranks of all pipelines."""
         if self.data_group is not None and self.rank == 0:
-            mine = shown(mine, 0, self.data_group)
-        return shown(mine, 0, self.group)
+            mine = broadcast_object(mine, 0, self.data_group)
+        return broadcast_object(mine, 0, self.group)
 
 
 class StepModule(nn.Module):
@@ -268,11 +268,11 @@ class PipelineState:
     split: SplitBackward
     owners: Ownership
     weights: LossWeights
-    outputs: dict[tuple[int, Shapes], TensorSpec]
+    outputs: dict[tuple[int, Shapes], ValueSpec]
     positions: dict[int, list[int]]
     needs_gradient: dict[int, list[bool]]
     writes: set[int]
-    reads: dict[tuple[int, Shapes], list[TensorKind]] = field(default_factory=dict)
+    reads: dict[tuple[int, Shapes], list[TensorSpec]] = field(default_factory=dict)
     stage_parameters: dict[int, list[Tensor]] = field(default_factory=dict)
     late: list[Tensor] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
@@ -287,7 +287,7 @@ class PipelineState:
     def plan_from_steps(self) -> None:
         """Order the tasks anew, by what they took in the steps so far; all ranks call this."""
         shares = {stage: self.planner.weight_share(stage) for stage in self.mine}
-        everyone = gathered_by_all(self.times.by_stage(shares), self.place.group)
+        everyone = all_gather_object(self.times.by_stage(shares), self.place.group)
         self.planner.know(self.place.agreed({stage: took for one in everyone for stage, took in one.items()}))
         self.use(self.planner.plan(self.plan.micro_batches))
 
@@ -301,7 +301,7 @@ class PipelineState:
         """The layers of training steps."""
         return TrainingCall(self.plan, self.place.rank, self.place.device, self.outputs, self.place.names, self.writes)
 
-    def relay(self) -> EvaluationBroadcast:
+    def evaluation_broadcast(self) -> EvaluationBroadcast:
         """The layers of steps without gradients."""
         return EvaluationBroadcast(self.plan, self.place.group, self.place.device, self.outputs)
 
@@ -370,7 +370,7 @@ class RunningStep:
             with self._spread.split.passes.begin((min(mine), 0)):
                 self._start(0)
 
-    def reads(self, stage: int, batch: int) -> list[TensorKind]:
+    def reads(self, stage: int, batch: int) -> list[TensorSpec]:
         """Kinds of what a stage reads of the one before."""
         return self._spread.reads[stage, self._keys[batch]]
 

@@ -24,9 +24,9 @@ from retime.mechanisms.pipeline.calls import LayerInterceptors, Workers, shapes_
 from retime.mechanisms.pipeline.checks import (
     ChangedBuffers,
     PipelineError,
+    broadcast_object,
     messages_of,
     messages_of_group,
-    shown,
     warn_of_gradient_hooks,
 )
 from retime.mechanisms.pipeline.first_batch import FirstBatch, PipelineConfig, agreed_seeds, seeded
@@ -311,7 +311,7 @@ class PipelineStep:
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Inside, steps without gradients run over the ranks; all ranks run the same ones, and get all values."""
-        return nullcontext() if self._spread is None else self._gates.visited_by(self._spread.relay())
+        return nullcontext() if self._spread is None else self._gates.handled_by(self._spread.evaluation_broadcast())
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -331,7 +331,7 @@ class PipelineStep:
 
     def tell(self, what: Any) -> Any:
         """What the rank of the last stage gives, on all ranks; all ranks call this."""
-        return shown(what, self._known.plan.rank_of[-1], self._place.group)
+        return broadcast_object(what, self._known.plan.rank_of[-1], self._place.group)
 
     def total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """The 2-norm of the gradients of parameters on all ranks; all ranks call this."""
@@ -411,7 +411,7 @@ class PipelineStep:
             first = FirstBatch(self._model, layers, self._gates, self._place, self._workers, self._hollow)
             spread = self._spread = first.spread(step, batch, parts, self._config)
         self._gates.around = None
-        self._gates.visitor = spread.training_call
+        self._gates.handler = spread.training_call
         self._frozen = self._flags()
         self._report = PipelineReport(
             schedule=spread.plan.name,
@@ -438,16 +438,16 @@ class PipelineStep:
             yield
 
     def _know(self, spread: PipelineState, step: Callable[[Any], Any], part: Any) -> None:
-        """Micro-batches of new shapes run once in a relay, without a trace, to show the shapes between the layers."""
+        """Run micro-batches of new shapes once, as an evaluation and without a trace, to see shapes between layers."""
         key = shapes_of(part)
         if (0, key) in spread.reads:
             return
-        relay = spread.relay()
+        broadcast = spread.evaluation_broadcast()
         kept = preserve_state(self._model, tensors=reachable_tensors(self._model, part, parameters=False))
-        with self._gates.visited_by(relay), kept, self._tried_out(), self.outside_whole(), torch.no_grad():
+        with self._gates.handled_by(broadcast), kept, self._tried_out(), self.outside_whole(), torch.no_grad():
             seeded(step, part)
         for stage in range(spread.plan.stages):
-            given = relay.given[spread.plan.layers_of(stage)[0]]
+            given = broadcast.given[spread.plan.layers_of(stage)[0]]
             places, flags = spread.positions.get(stage, []), spread.needs_gradient.get(stage, [])
             spread.reads[stage, key] = [
                 replace(given[number], requires_grad=flag) for number, flag in zip(places, flags, strict=True)

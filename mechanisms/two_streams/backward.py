@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import (
     Report,
-    because,
     each_because,
+    format_counts,
     parse_bytes,
     show_bytes,
     warn_difference,
@@ -233,7 +233,7 @@ class TwoStreamBackward:
             for part in self._parts:
                 part.module.forward = part
             if not self._parts:
-                warn_no_effect(f"graph=True has no effect: {because(self._outside, 'layers in no graph')}")
+                warn_no_effect(f"graph=True has no effect: {format_counts(self._outside, 'layers in no graph')}")
         self.fusion: BackwardFusion | None = None
         """Of ``optimizer``, if it was given."""
         if optimizer is not None:
@@ -300,7 +300,7 @@ class TwoStreamBackward:
         can, in_order = self._where()
         if not can and not self._has_warned:
             self._has_warned = True
-            warn_no_effect(f"two streams have no effect: {because(in_order, 'in order') or 'nothing is trained'}")
+            warn_no_effect(f"two streams have no effect: {format_counts(in_order, 'in order') or 'nothing is trained'}")
 
     def remove(self) -> None:
         """Give the layers their own ``forward`` back, end the thread, and set the number of threads back."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.lazy_updates import is_compiled, settle_all
+from retime.foundations.lazy_updates import apply_pending, is_compiled
 from retime.foundations.messages import Report, each_because, warn_difference, warn_no_effect
 from retime.foundations.preserve_state import random_state, set_random_state
 from retime.foundations.torch_private.engine import (
@@ -171,7 +171,7 @@ class GraphedPart:
         assert self.two_streams is not None
         capture = self._captures.get(self.two_streams)
         # updates of forward fusion
-        settle_all(self.module.parameters() if capture is None else capture.parameters)
+        apply_pending(self.module.parameters() if capture is None else capture.parameters)
         now, last_key = (tuple(map(_form_of, args)), _settings(device)), self._seen if capture is None else capture.key
         why = None
         if last_key is not None:

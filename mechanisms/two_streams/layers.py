@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from retime.foundations.lazy_updates import is_compiled, settle_all
+from retime.foundations.lazy_updates import apply_pending, is_compiled
 from retime.foundations.torch_private.engine import (
     forward_ad_level,
     graph_task_id,
@@ -166,7 +166,7 @@ class SplitLayer:
             return type(module).forward(module, *args, **kwargs)
         if self.take is not None and torch.is_grad_enabled() and graph_task_id() == -1:
             self.on_call(self)
-            settle_all(p for p in (module.weight, module.bias) if p is not None)  # updates of forward fusion
+            apply_pending(p for p in (module.weight, module.bias) if p is not None)  # updates of forward fusion
         if self._can_split(args, kwargs):
             x, weight, bias = args[0], module.weight, module.bias
             if torch.is_autocast_enabled(x.device.type):

@@ -78,7 +78,7 @@ class NamesLostRanks(DDPMoments):
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-def given(**arguments: Any) -> dict[str, Any]:
+def without_none(**arguments: Any) -> dict[str, Any]:
     """Return the arguments that were given: for the others Lightning and torch have defaults of their own."""
     return {name: value for name, value in arguments.items() if value is not None}
 
@@ -228,7 +228,7 @@ class DDPArguments(ReportsAcrossProcesses):
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__(
-            **given(
+            **without_none(
                 ddp_comm_state=ddp_comm_state,
                 ddp_comm_hook=ddp_comm_hook,
                 ddp_comm_wrapper=ddp_comm_wrapper,

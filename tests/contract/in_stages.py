@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contract.record import Record
 from retime.foundations.parts import balanced_parts, samples_in
-from retime.mechanisms.pipeline.checks import gathered_by_all
+from retime.mechanisms.pipeline.checks import all_gather_object
 from retime.strategies import OOOPipelineStrategy
 
 IN_PARTS = frozenset({"optimizers", "trace"})
@@ -39,7 +39,7 @@ class InStages(OOOPipelineStrategy):
         loss = super().backward(*args, **kwargs)
         parts = balanced_parts(batch, -(-samples // self._step.microbatches))
         noted = together(trace[before:], [samples_in(part) / samples for part in parts])
-        everyone = gathered_by_all(noted, self._step._place.group)
+        everyone = all_gather_object(noted, self._step._place.group)
         trace[before:] = of_all_ranks(everyone)
         return loss
 

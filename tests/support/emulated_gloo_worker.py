@@ -1,4 +1,4 @@
-"""A rank with gloo: measures the links, or fails on rank 1. See test_emulated_cluster.py."""
+"""A rank with gloo: measures the links, or fails on rank 1. See recipes/emulated/test_cluster.py."""
 
 import os
 from dataclasses import asdict

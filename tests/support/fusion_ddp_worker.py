@@ -1,4 +1,4 @@
-"""One rank of tests/mechanisms/fusion/test_ddp.py: bare DDP loops, plain against fused, two gloo ranks."""
+"""One rank of tests/mechanisms/fusion/test_data_parallel.py: bare DDP loops, plain against fused, two gloo ranks."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""One rank of cpu_accumulation/shared_memory/test_host_sums.py: `python host_sums_worker.py CHECK...`."""
+"""One rank of cpu_accumulation/test_shared_sums_ranks.py: `python host_sums_worker.py CHECK...`."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""One rank of cpu_accumulation/host_update/test_host_update.py: `python host_update_worker.py CHECK...`."""
+"""One rank of cpu_accumulation/test_host_update.py: `python host_update_worker.py CHECK...`."""
 
 import copy
 import os

@@ -32,7 +32,7 @@ from retime.foundations.measure.memory import MemoryProbe
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.memory_budget.costs import StepCosts
-from retime.mechanisms.memory_budget.data_parallel import BudgetedDataParallelStep, alone
+from retime.mechanisms.memory_budget.data_parallel import BudgetedDataParallelStep, bypass_ddp
 from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.recipes.modnn.budget_worker import resident_bytes
@@ -478,7 +478,7 @@ def synchronised_batch_norm_is_tried_out_alone() -> None:
     inputs = torch.randn(6, 4)
     expected = model.module(inputs)
     model.module[1] = nn.SyncBatchNorm(4)  # only allowed on CUDA: its forward pass fails here
-    with alone(model):
+    with bypass_ddp(model):
         assert torch.equal(model(inputs), expected)
     with pytest.raises(ValueError, match="to be on"):
         model(inputs)

@@ -1,4 +1,4 @@
-"""One rank of test_plan_ddp.py: `python memory_plan_ddp_worker.py FOLDER CHECK...`."""
+"""One rank of memory_budget/test_data_parallel_plans.py: `python memory_plan_ddp_worker.py FOLDER CHECK...`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.parts import balanced_parts, samples_in
 from retime.foundations.preserve_state import seed_all
 from retime.mechanisms.pipeline import DeferredInitModel, PipelineError, PipelineStep, RankLostError
-from retime.mechanisms.pipeline.checks import gathered_by_all
+from retime.mechanisms.pipeline.checks import all_gather_object
 from retime.mechanisms.pipeline.stage import Stage
 from support.pipeline_models import MODELS, WIDTH, Checkpointed, UNet, classified, made, sequential
 from support.time_limits import limit_s
@@ -303,7 +303,7 @@ def replanned() -> None:
         assert spread.plan.orders != first.orders
         for one in gradients:
             assert all(map(torch.equal, one, gradients[0]))
-        assert len(set(map(str, gathered_by_all(spread.plan.orders, spread.place.group)))) == 1
+        assert len(set(map(str, all_gather_object(spread.plan.orders, spread.place.group)))) == 1
         pipeline.remove()
     print("same")
 

@@ -1,4 +1,4 @@
-"""One of two ranks of ddp/test_reducers.py: each owner of DDP's communication hook with a reducer of the test's own."""
+"""One of two ranks of cpu_accumulation/test_reducers.py: each owner of DDP's hook with a reducer of the test's own."""
 
 import contextlib
 import os

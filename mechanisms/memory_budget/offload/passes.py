@@ -171,7 +171,7 @@ class OffloadedStorage:
         self._stays: torch.UntypedStorage | None = None
         self._restored: weakref.ref[torch.UntypedStorage] | None = None
 
-    def inherit(self, storage: torch.UntypedStorage) -> None:
+    def on_release(self, storage: torch.UntypedStorage) -> None:
         """Nobody else holds the storage: from now on it stays as it is."""
         if self.copy is not None or self._stays is not None:
             return

@@ -24,7 +24,7 @@ from torch.multiprocessing import reductions
 # printed and lost; and it may run in the middle of anything, on any thread. Here only a queue is appended to, in C.
 
 
-class _Will(weakref.ref[object]):
+class _Finalizer(weakref.ref[object]):
     __slots__ = ("then",)
     then: Callable[[], object]
 
@@ -33,22 +33,22 @@ class Finalizers:
     """Things to do when objects have ended."""
 
     def __init__(self) -> None:
-        self._wills: dict[int, _Will] = {}
+        self._finalizers: dict[int, _Finalizer] = {}
         self._due: deque[weakref.ref[object]] = deque()
 
     def when_gone(self, owner: object, then: Callable[[], object]) -> None:
         """Do this at the first :meth:`see_to` after ``owner``'s end; ``then`` must not hold it."""
-        will = _Will(owner, self._due.append)
-        will.then = then
-        self._wills[id(will)] = will
+        finalizer = _Finalizer(owner, self._due.append)
+        finalizer.then = then
+        self._finalizers[id(finalizer)] = finalizer
 
     def see_to(self) -> None:
         """Do what is due. One that is interrupted is done again: twice must be as good as once."""
         while self._due:
-            will = self._due[0]
-            if id(will) in self._wills:
-                self._wills[id(will)].then()
-                del self._wills[id(will)]
+            finalizer = self._due[0]
+            if id(finalizer) in self._finalizers:
+                self._finalizers[id(finalizer)].then()
+                del self._finalizers[id(finalizer)]
             self._due.popleft()
 
 
@@ -204,15 +204,15 @@ def check_host(host: object) -> None:
 _TRIES = 3
 
 
-class Heir(Protocol):
+class ReleaseListener(Protocol):
     """Gets a storage that nobody else holds."""
 
-    def inherit(self, storage: torch.UntypedStorage) -> None:
+    def on_release(self, storage: torch.UntypedStorage) -> None:
         """Keep the storage, or copy it; once this returns and nothing holds it, it is freed."""
 
 
-def watch(storage: torch.UntypedStorage, heir: Heir) -> bool:
-    """Hand the storage to ``heir``, if that still lives, when all others have let go of it; whether that is possible.
+def watch(storage: torch.UntypedStorage, listener: ReleaseListener) -> bool:
+    """Hand the storage to ``listener``, if that still lives, when all others have let go of it; whether it can be.
 
     Not for memory that torch did not allocate, or shares with other processes: it may be written into for ever.
     """
@@ -221,14 +221,14 @@ def watch(storage: torch.UntypedStorage, heir: Heir) -> bool:
     watched = cast(_Watched, storage)
     if type(storage) is torch.UntypedStorage:
         watched.__class__ = _Watched
-        watched.heirs = []
-        words = _last_words(weakref.ref(storage), watched.heirs)
-        next(words)
-        watched.last_words = words.__next__
+        watched.listeners = []
+        finalizer = _finalizer_of(weakref.ref(storage), watched.listeners)
+        next(finalizer)
+        watched.finalize = finalizer.__next__
     elif type(storage) is not _Watched or gc.is_finalized(storage):  # the end comes to Python's knowledge once
         return False
-    watched.heirs[:] = [reference for reference in watched.heirs if reference() is not None]
-    watched.heirs.append(weakref.ref(heir))
+    watched.listeners[:] = [reference for reference in watched.listeners if reference() is not None]
+    watched.listeners.append(weakref.ref(listener))
     return True
 
 
@@ -240,9 +240,9 @@ def is_torchs_own(storage: torch.UntypedStorage) -> bool:
 class _Watched(torch.UntypedStorage):
     """What a storage is made while somebody waits for it."""
 
-    heirs: list[weakref.ref[Heir]]
-    last_words: Callable[[], Any] = bool  # which does nothing
-    __del__ = property(attrgetter("last_words"))
+    listeners: list[weakref.ref[ReleaseListener]]
+    finalize: Callable[[], Any] = bool  # which does nothing
+    __del__ = property(attrgetter("finalize"))
 
     def clone(self) -> torch.UntypedStorage:
         """A plain one: tensors take no others, which deepcopy would make."""
@@ -258,8 +258,8 @@ def _sent(storage: _Watched) -> tuple[Any, ...]:
 ForkingPickler.register(_Watched, _sent)
 
 
-def _last_words(
-    reference: weakref.ref[torch.UntypedStorage], heirs: list[weakref.ref[Heir]]
+def _finalizer_of(
+    reference: weakref.ref[torch.UntypedStorage], listeners: list[weakref.ref[ReleaseListener]]
 ) -> Generator[None, None, None]:
     waiting, tries = True, 0
     while tries < _TRIES:
@@ -267,7 +267,7 @@ def _last_words(
             if waiting:
                 waiting = False
                 yield
-            _hand_over(reference(), heirs)
+            _hand_over(reference(), listeners)
             break
         except GeneratorExit:  # the storage is gone already
             return
@@ -277,14 +277,14 @@ def _last_words(
     yield
 
 
-def _hand_over(storage: torch.UntypedStorage | None, heirs: list[weakref.ref[Heir]]) -> None:
+def _hand_over(storage: torch.UntypedStorage | None, listeners: list[weakref.ref[ReleaseListener]]) -> None:
     if storage is None:
         return
-    while heirs:
-        heir = heirs[-1]()
-        if heir is not None:
-            _ended.append((heir, storage))
-        heirs.pop()
+    while listeners:
+        listener = listeners[-1]()
+        if listener is not None:
+            _ended.append((listener, storage))
+        listeners.pop()
     if not _here.depth:
         with working:
             pass
@@ -292,7 +292,7 @@ def _hand_over(storage: torch.UntypedStorage | None, heirs: list[weakref.ref[Hei
 
 # When not to work at once.
 
-_ended: deque[tuple[Heir, torch.UntypedStorage]] = deque()
+_ended: deque[tuple[ReleaseListener, torch.UntypedStorage]] = deque()
 interruptions: deque[BaseException] = deque()
 """What :func:`raise_interruption` is to raise."""
 
@@ -317,16 +317,16 @@ class _Working:
         try:
             while _ended and _here.depth == 1:
                 try:
-                    heir, storage = _ended.popleft()
+                    listener, storage = _ended.popleft()
                 except IndexError:  # another thread was faster
                     break
                 try:
-                    heir.inherit(storage)
+                    listener.on_release(storage)
                 except BaseException:
-                    _ended.appendleft((heir, storage))
+                    _ended.appendleft((listener, storage))
                     raise
                 finally:
-                    del heir, storage
+                    del listener, storage
         finally:
             _here.depth -= 1
 

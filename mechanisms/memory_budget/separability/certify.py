@@ -143,12 +143,12 @@ class _ZeroWeights(Recorder):  # type: ignore[no-untyped-call]
 
     Args:
         zeros: gets an entry for each that is found.
-        lifted: another number takes their place.
+        perturbed: another number takes their place.
     """
 
-    def __init__(self, zeros: list[str], lifted: bool, *args: Any) -> None:
+    def __init__(self, zeros: list[str], perturbed: bool, *args: Any) -> None:
         super().__init__(*args)
-        self._zeros, self._lifted = zeros, lifted
+        self._zeros, self._perturbed = zeros, perturbed
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = schema_of(func).name.removeprefix("aten::").removesuffix("_") if hasattr(func, "tags") else ""
@@ -164,8 +164,8 @@ class _ZeroWeights(Recorder):  # type: ignore[no-untyped-call]
         if not self._follows(other) or not self._is_zero(value):
             return value
         self._zeros.append("0")
-        if not self._lifted or not isinstance(value, Tensor):
-            return _WEIGHT if self._lifted else value
+        if not self._perturbed or not isinstance(value, Tensor):
+            return _WEIGHT if self._perturbed else value
         kept = value if value.is_floating_point() else value.to(other.dtype)
         return torch.where(kept == 0, torch.full_like(kept, _WEIGHT), kept)
 
@@ -211,7 +211,7 @@ def _dry_runs(
     return runs
 
 
-def compared(
+def check_sizes(
     step: Callable[[Any], Any],
     batch: Any,
     model: nn.Module,
@@ -352,7 +352,7 @@ def certify(
         reason = f"the loss is a {certificate.weighting} now, and was a {among.weighting}; offload only"
         return Certificate(None, reason, samples=certificate.samples)
     if certificate.separable:
-        return compared(step, batch, model, certificate, {total}, split=split, given=given is not None, ghost=ghost)
+        return check_sizes(step, batch, model, certificate, {total}, split=split, given=given is not None, ghost=ghost)
     if layers and not ghost:
         reason = f"{_BATCHNORM}: {_some(layers)}; {_BATCHNORM_FIX}"
         return replace(certificate, reason=reason, layers=tuple(layers))
@@ -423,9 +423,9 @@ class _Examiner:
                     reason = f"{_COUNTS.format(counters)}; offload only"
                     concluded = Certificate(None, reason, samples=self._samples)
             if concluded.weighting is not None and set(probes[0].full.scalars.values()) != {probes[0].full.loss}:
-                unlike = prober.unlike(self._batches[0], range(self._samples))
-                if unlike is not None and _is_comparable(unlike, probes[0], concluded):
-                    concluded = _with_outputs(concluded, concluded.weighting, [*probes, unlike], self._heads)
+                noisy = prober.probe_with_noise(self._batches[0], range(self._samples))
+                if noisy is not None and _is_comparable(noisy, probes[0], concluded):
+                    concluded = _with_outputs(concluded, concluded.weighting, [*probes, noisy], self._heads)
         if not concluded.separable:
             return concluded
         notes = [_RANDOM] if prober.random or any(_drops(module) for module in self._model.modules()) else []
@@ -440,13 +440,13 @@ class _Examiner:
         """The same, if its weights hold too where terms that count for nothing yet count."""
         try:
             kind = partial(_ZeroWeights, [], True)
-            lifted = prober.probe(self._batches[0], range(self._samples), kind=kind)
+            perturbed = prober.probe(self._batches[0], range(self._samples), kind=kind)
         except Exception as error:  # whatever a step says to other numbers than its own
             reason = f"a term of its loss is multiplied by 0, and it fails where that is another ({first_line(error)})"
             return Certificate(None, reason, samples=self._samples)
-        if lifted.failure:
-            return Certificate(None, lifted.failure, samples=self._samples)
-        again = _concluded([lifted], candidates, prober.epsilon, self._samples, {}, given=True)
+        if perturbed.failure:
+            return Certificate(None, perturbed.failure, samples=self._samples)
+        again = _concluded([perturbed], candidates, prober.epsilon, self._samples, {}, given=True)
         if again.separable:
             return concluded
         reason = f"the loss has a term that is multiplied by 0 now, and where it is not, {again.reason}"
@@ -530,16 +530,16 @@ def _with_outputs(
     return replace(certificate, outputs=outputs, unclear=unclear, examples=examples)
 
 
-def _is_comparable(unlike: Probe, plain: Probe, certificate: Certificate) -> bool:
+def _is_comparable(noisy: Probe, plain: Probe, certificate: Certificate) -> bool:
     """Whether each sample had the same noise in all runs, and all scalars still have a value."""
-    runs = [unlike.full, *(run for case in unlike.cases for run in case.runs)]
+    runs = [noisy.full, *(run for case in noisy.cases for run in case.runs)]
     finite = {place for place, value in plain.full.scalars.items() if math.isfinite(value)}
     assert certificate.weighting is not None
     return all(
         finite <= {place for place, value in run.scalars.items() if math.isfinite(value)} for run in runs
     ) and all(
-        loss_difference(unlike.full, case, certificate.weighting.of(case.parts, case.samples)) <= certificate.tolerance
-        for case in unlike.cases
+        loss_difference(noisy.full, case, certificate.weighting.of(case.parts, case.samples)) <= certificate.tolerance
+        for case in noisy.cases
     )
 
 

@@ -109,7 +109,7 @@ class Prober:
         self._noise: SampleNoise | None = None
         self._kind: Callable[[Any], Recorder] | None = None
 
-    def unlike(self, batch: Any, names: Sequence[int]) -> Probe | None:
+    def probe_with_noise(self, batch: Any, names: Sequence[int]) -> Probe | None:
         """Probe with samples that modules give unlike values for; None where the step does not run so."""
         self._noise = SampleNoise()
         try:

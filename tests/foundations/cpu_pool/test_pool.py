@@ -216,7 +216,7 @@ def test_the_last_of_its_users_takes_it_away(pool):
     second.remove()
     assert pool.bytes_elsewhere([block()]) == 0
     pool.remove()
-    others = len(pool_module._WISHES)  # those of earlier tests that are still alive
+    others = len(pool_module._REQUESTS)  # those of earlier tests that are still alive
     between = block()
     pool.install()
     assert pool.bytes_elsewhere([between]) == (0 if others else BLOCK)
@@ -224,13 +224,13 @@ def test_the_last_of_its_users_takes_it_away(pool):
 
 
 def test_one_that_was_forgotten_is_removed(pool):
-    before = len(pool_module._WISHES)
+    before = len(pool_module._REQUESTS)
     forgotten = MemoryPool()
     forgotten.install()
-    assert len(pool_module._WISHES) == before + 1
+    assert len(pool_module._REQUESTS) == before + 1
     del forgotten
     gc.collect()
-    assert len(pool_module._WISHES) == before
+    assert len(pool_module._REQUESTS) == before
 
 
 def test_one_dnns_scratch_can_be_allocated(pool):

@@ -1,4 +1,4 @@
-"""Gradients summed in host memory: one rank of DistributedDataParallel; two are in test_memory_budget_ddp.py."""
+"""Gradients summed in host memory: one rank of DistributedDataParallel; two: strategies/memory_budget/test_ddp.py."""
 
 import pytest
 import torch

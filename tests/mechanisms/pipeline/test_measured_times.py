@@ -7,7 +7,7 @@ from torch import nn
 from retime.mechanisms.pipeline import Costs, Planner
 from retime.mechanisms.pipeline import layers as layers_module
 from retime.mechanisms.pipeline.calls import LayerInterceptors
-from retime.mechanisms.pipeline.layers import alike, survey, typical
+from retime.mechanisms.pipeline.layers import group_equal_layers, group_medians, profile_layers
 from retime.mechanisms.pipeline.stage import MeasuredTimes, Span
 from retime.schedules import Kind, Task
 from retime.schedules.pipeline import Placement, StageCosts, simulate_pipeline
@@ -53,7 +53,7 @@ class Layer(nn.Module):
         return Takes.apply(tensor, self.clock, self.output_ms) * weight.sum()
 
 
-def surveyed(monkeypatch, layers, clock, before=None, behind=None):
+def profiled(monkeypatch, layers, clock, before=None, behind=None):
     monkeypatch.setattr(layers_module, "now", clock)
     model = nn.Sequential(*layers)
     whole = nn.ModuleList([one for one in (before, model, behind) if one is not None])
@@ -65,7 +65,7 @@ def surveyed(monkeypatch, layers, clock, before=None, behind=None):
         return (tensor if behind is None else behind(tensor)).sum()
 
     try:
-        return survey(step, whole, gates, list(model), [str(number) for number in range(len(layers))])
+        return profile_layers(step, whole, gates, list(model), [str(number) for number in range(len(layers))])
     finally:
         gates.remove()
         assert all(parameter.grad is None for parameter in whole.parameters())
@@ -74,7 +74,7 @@ def surveyed(monkeypatch, layers, clock, before=None, behind=None):
 def test_gradients_of_each_layer_in_the_first_batch(monkeypatch):
     clock = Clock()
     layers = [Layer(clock, 2, 5, size=3), Layer(clock, 4, 7, size=2), Layer(clock, 6, 1, size=1)]
-    measured = surveyed(monkeypatch, layers, clock, Layer(clock, 8, 16, size=5), Layer(clock, 32, 64, size=4))
+    measured = profiled(monkeypatch, layers, clock, Layer(clock, 8, 16, size=5), Layer(clock, 32, 64, size=4))
     assert measured.output_gradient_ms == pytest.approx([2, 4, 6 + 32])
     # in front of the layers nothing is sent on: the weight gradient there belongs to the first layer
     assert measured.weight_gradient_ms == pytest.approx([5 + 16, 7, 1 + 64])
@@ -82,7 +82,7 @@ def test_gradients_of_each_layer_in_the_first_batch(monkeypatch):
 
 def test_what_goes_in_first_needs_no_gradient(monkeypatch):
     clock = Clock()
-    measured = surveyed(monkeypatch, [Layer(clock, 2, 5), Layer(clock, 4, 7, size=2)], clock)
+    measured = profiled(monkeypatch, [Layer(clock, 2, 5), Layer(clock, 4, 7, size=2)], clock)
     assert measured.output_gradient_ms == pytest.approx([0, 4])
     assert measured.weight_gradient_ms == pytest.approx([5, 7])
 
@@ -90,7 +90,7 @@ def test_what_goes_in_first_needs_no_gradient(monkeypatch):
 def test_of_layers_that_are_alike_one_computes_its_weight_gradient(monkeypatch):
     clock = Clock()
     layers = [Layer(clock, 2, 5) for _ in range(4)]
-    measured = surveyed(monkeypatch, layers, clock, Layer(clock, 0, 1, size=1))
+    measured = profiled(monkeypatch, layers, clock, Layer(clock, 0, 1, size=1))
     assert measured.output_gradient_ms == pytest.approx([2] * 4)
     assert measured.weight_gradient_ms == pytest.approx([6, 5, 5, 5])
     # per pass: gradients of 4 inputs; twice with the weight gradients of one layer and of what lies in front
@@ -112,16 +112,16 @@ def test_a_graph_that_allows_no_such_passes_is_left_alone(monkeypatch):
             return Refuses.apply(super().forward(tensor))
 
     clock = Clock()
-    measured = surveyed(monkeypatch, [Layer(clock, 2, 5), Refusing(clock, 2, 5)], clock)
+    measured = profiled(monkeypatch, [Layer(clock, 2, 5), Refusing(clock, 2, 5)], clock)
     assert measured.output_gradient_ms == measured.weight_gradient_ms == []
 
 
 def test_layers_that_are_alike():
     layers = [nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 4), nn.Linear(3, 3)]
     given = [[torch.ones(2, 3)]] * 3 + [[torch.ones(5, 3)]]
-    groups = alike(layers, given)
+    groups = group_equal_layers(layers, given)
     assert groups == [[0, 1], [2], [3]]
-    assert typical([1.0, 3.0, 5.0, 7.0], groups) == [2.0, 2.0, 5.0, 7.0]
+    assert group_medians([1.0, 3.0, 5.0, 7.0], groups) == [2.0, 2.0, 5.0, 7.0]
 
 
 def span(kind, stage, took_ms):

@@ -1,6 +1,6 @@
 """The Triton kernels against float64: on a GPU where there is one, or in Triton's interpreter (TRITON_INTERPRET=1).
 
-`test_scan_triton.py` runs this file in the interpreter wherever triton is installed.
+`test_triton_launch.py` runs this file in the interpreter wherever triton is installed.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel holds beside a model; on real ranks in test_memory_budget_ddp.py."""
+"""What DistributedDataParallel holds beside a model; on real ranks in strategies/memory_budget/test_ddp.py."""
 
 import pytest
 from torch import nn
