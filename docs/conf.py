@@ -29,8 +29,8 @@ html_css_files = ["site.css"]
 
 CONTENTS = {
     "Start": [
-        *("docs/start", "docs/advise", "docs/examples", "docs/questions/out_of_memory"),
-        "docs/questions/how_much_memory",
+        *("docs/start", "docs/choose", "docs/advise", "docs/transformers", "docs/examples"),
+        *("docs/questions/out_of_memory", "docs/questions/how_much_memory"),
     ],
     "Questions": [
         *("docs/questions/gradient_accumulation", "docs/questions/slow_ddp", "docs/questions/rnns_on_a_cpu"),
