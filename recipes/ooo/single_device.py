@@ -4,9 +4,9 @@ Every fit has a process of its own: plain ones with every number of threads, com
 streams, each with every allocator, all from the same weights. Each first takes the steps in which two streams search,
 alone on the machine. Then all take turns, a few steps each, so that a machine that becomes slower does so for all of
 them. A value is the median of a turn's steps, ratios are those of one round, and `processes` says how often all of it
-is done. The verdict holds two streams, with their best allocator, against the plain step with its best number of
-threads and its best allocator. Where the search has taken two streams off, a ratio shows what the comparison itself
-scatters.
+is done. The verdict has one allocator for both sides, the one with which a plain step is fastest, and there two streams
+stand against the plain step with its best number of threads. Fits whose search has taken two streams off run plain
+steps: ratios pool them with the others, and where there are both, remarks have each by itself.
 
 In cases with ``fuse_updates`` two streams have updates on the sub-stream, and ``fused_optimizer`` is one of the plain
 steps.
@@ -42,7 +42,7 @@ from torch import Tensor
 from retime.commands.advise_worker import FIRST_STEPS, METHODS, fit_in_turns
 from retime.commands.advise_worker import PLAIN as PLAIN_STEP
 from retime.commands.errors import one_line
-from retime.foundations.measure import MemoryProbe, Spread
+from retime.foundations.measure import MemoryProbe, Spread, spread
 from retime.foundations.workers import Worker, WorkerError, closing
 from retime.mechanisms.two_streams import TwoStreamReport
 from retime.recipes.core import charts
@@ -153,8 +153,7 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 ours, best, over = best_gain(point, kind)
                 if ours is None or over is None:
                     continue
-                on = point.facts["kept"][ours]
-                note = f"{point.at['case']}, {_how(ours)}, over {best}; on in {sum(on)} of {len(on)} fits"
+                note = f"{point.at['case']}, {_how(ours)}, over {best}; {on_and_off(point, ours, over)}"
                 lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
         return [*lines, *_papers(result)]
 
@@ -170,9 +169,10 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             lines += [f"- {case}: no {name}: {reason}" for name, reason in point.facts["missing"].items()]
             first_s = point.facts.get("first compiled step (s)", {})
             lines += [f"- {case}: {label} has a first step of {s:g} s, which compiles" for label, s in first_s.items()]
-            same = [f"{show(over, 'x')} with {_how(label)}" for label, over in gains(point).items()]
             plain = "the best plain step of the same allocator" if _is_on_cpu(point) else "the plain step"
-            lines += [f"- {case}: two streams over {plain}: {', '.join(same)}."]
+            for label, over in gains(point).items():
+                with_it = f"{show(over, 'x')} with {_how(label)}, {on_and_off(point, label, over)}"
+                lines.append(f"- {case}: two streams over {plain}: {with_it}")
             lines += [f"- {case}, {label}: {report}" for label, report in point.facts["reports"].items()]
         return lines
 
@@ -200,7 +200,7 @@ def _draw_gains(axes: Any, result: Result) -> None:
     series = [(f"over plain, {_how(one)}", [gains(point).get(one) for point in result.points]) for one in labels]
     for kind, words in ((COMPILED, "the best compiled step"), (GRAPH, "a CUDA graph alone")):
         over = [best_gain(point, kind)[2] for point in result.points]
-        series += [(f"the best, over {words}", over)] if any(over) else []
+        series += [(f"over {words}", over)] if any(over) else []
     for index, (words, values) in enumerate(series):
         places = [number + 0.16 * (index - (len(series) - 1) / 2) for number in range(len(values))]
         charts.points_with_spread(axes, places, values, words, index)
@@ -211,10 +211,11 @@ def _draw_gains(axes: Any, result: Result) -> None:
 
 
 ON_CPU = (
-    "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have the "
-    "allocator with which they are fastest. All take turns in each round, and quartiles are over rounds. Bytes alive "
-    "are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in which two streams stay "
-    "on."
+    "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have the same "
+    "allocator. All take turns in each round, and quartiles are over rounds. A fit whose search took two streams off "
+    "runs plain steps; ratios pool it with fits that kept them, and remarks have each by itself where there are both. "
+    "Bytes alive are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in which two "
+    "streams stay on."
 )
 ON_DEVICE = (
     f"Fits take turns in each round, and quartiles are over rounds. CUDA events time the steps after {SEARCH_STEPS} of "
@@ -313,8 +314,13 @@ def fastest(point: Point, kind: str, allocator: str | None = None) -> str | None
 
 
 def best_gain(point: Point, kind: str) -> tuple[str | None, str | None, Spread | None]:
-    """Two streams with their best allocator, the best variant of a kind with its own, and the speed over it."""
-    ours, best = fastest(point, TWO_STREAMS), fastest(point, kind)
+    """Two streams, the fastest variant of a kind, and the speed over it; both have the allocator of the latter.
+
+    With the best allocator of each side, the ratio would be one of allocators too.
+    """
+    best = fastest(point, kind)
+    allocator = (best or "").partition(" thread")[2].partition(", ")[2]  # of a device's variants there is none
+    ours = fastest(point, TWO_STREAMS, allocator or None)
     if ours is None or best is None:
         return ours, best, None
     return ours, best, point.speedup(best, ours, STEP)
@@ -329,6 +335,17 @@ def gains(point: Point) -> dict[str, Spread]:
         if best is not None:
             speedups[label] = point.speedup(best, label, STEP)
     return speedups
+
+
+def on_and_off(point: Point, ours: str, over: Spread) -> str:
+    """How many fits kept two streams on; where some did and others did not, the speed of each sort by itself."""
+    on = point.facts["kept"][ours]
+    each, words = len(over.rounds) // len(on), f"on in {sum(on)} of {len(on)} fits"
+    if len(set(on)) == 1:
+        return words
+    sorts = {sort: [one for at, one in enumerate(over.rounds) if on[at // each] is sort] for sort in (True, False)}
+    kept, off = (show(spread(rounds), "x") for rounds in sorts.values())
+    return f"{words}: {kept}, off by itself in the others: {off}"
 
 
 def verdict(over: Spread, wanted: float) -> str:
