@@ -153,7 +153,7 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 ours, best, over = best_gain(point, kind)
                 if ours is None or over is None:
                     continue
-                note = f"{point.at['case']}, {_how(ours)}, over {best}; {on_and_off(point, ours, over)}"
+                note = f"{_case(point)}, {_how(ours)}, over {best}; {on_and_off(point, ours, over)}"
                 lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
         return [*lines, *_papers(result)]
 
@@ -279,13 +279,19 @@ def _papers(result: Result) -> Iterator[Comparison]:
             over = best_gain(point, PLAIN)[2]
             if over is not None and point.at["case"].startswith(network):
                 here = "a CPU" if _is_on_cpu(point) else "over the plain step"
-                note = f"the paper's: a V100, over XLA, kernels issued ahead; here {here}, {point.at['case']}"
+                note = f"the paper's: a V100, over XLA, kernels issued ahead; here {here}, {_case(point)}"
                 yield Comparison(published, over, note)
     for point in filter(_is_looked_at, result.points):
         if more := percent_more(point, TWO_STREAMS, PLAIN, ALIVE):
             kept = "holds" if more.median <= claim("figure-9-peak").value else "does not hold"
             mib = amount(point.median(TWO_STREAMS, ALIVE) - point.median(PLAIN, ALIVE), "MiB")
             yield Comparison(claim("figure-9-peak"), more, f"{point.at['case']}: {mib} more; {kept}")
+
+
+def _case(point: Point) -> str:
+    """The case's name, with its blocks' layers where they are not those that the network's name stands for."""
+    blocks = point.settings["case"].get("model", {}).get("blocks")
+    return f"{point.at['case']} (blocks of {', '.join(map(str, blocks))} layers)" if blocks else str(point.at["case"])
 
 
 def _is_looked_at(point: Point) -> bool:
