@@ -4,15 +4,15 @@ Every fit has a process of its own: plain ones with every number of threads, com
 streams, each with every allocator, all from the same weights. Each first takes the steps in which two streams search,
 alone on the machine. Then all take turns, a few steps each, so that a machine that becomes slower does so for all of
 them. A value is the median of a turn's steps, ratios are those of one round, and `processes` says how often all of it
-is done. The verdict has one allocator for both sides, the one with which a plain step is fastest, and there two streams
-stand against the plain step with its best number of threads. Fits whose search has taken two streams off run plain
-steps: ratios pool them with the others, and where there are both, remarks have each by itself.
+is done. The verdict holds two streams against the plain step with its best number of threads and its best allocator,
+and both have that one. A search may take two streams off: a ratio is of all fits, and remarks have each sort by itself.
 
 In cases with ``fuse_updates`` two streams have updates on the sub-stream, and ``fused_optimizer`` is one of the plain
 steps.
 
-A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive. Its
-two streams give away the weight gradients that those of the last fit did, or tried to.
+A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive. The
+plain step is that of the verdict, in cases with ``fuse_updates`` the best ``fused_optimizer``; two streams have the
+setting that the search of their last fit kept, or else the fastest that it tried.
 
 On a GPU (`hardware=cuda`, and the cases that say ``device: cuda``) fits of one process take turns: plain, compiled for
 few launches, with the network's passes in torch's own CUDA graphs, and two streams without graphs, with them and by
@@ -90,13 +90,12 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             return on_device(settings, case, tick)
         threads = torch.get_num_threads()
         request = {"do": "begin", "case": case, "seed": settings.seed}
-        missing, times = dict[str, str](), dict[str, list[float]]()
+        missing, times, last = dict[str, str](), dict[str, list[float]](), dict[str, dict[str, Any]]()
         facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"]}
-        facts |= {"reports": {}, "kept": {}, "layers": {}}
+        facts["kept"] = {}
         fits: dict[str, dict[str, Any]] = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
-        fuses = bool(case.get("fuse_updates"))
+        fuses, fused = bool(case.get("fuse_updates")), "fused_optimizer"
         if fuses:
-            fused = "fused_optimizer"
             fits |= {_label(f"{PLAIN}, {fused}", n): {"threads": n, "method": fused} for n in range(1, threads + 1)}
         environments = environments_of(settings.allocators, settings.libraries, missing)
         with tempfile.TemporaryDirectory() as cache:
@@ -127,16 +126,19 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 for label, answers in by_label.items():
                     times.setdefault(label, []).extend(statistics.median(answer["ms"]) for answer in answers)
                     if label.startswith(TWO_STREAMS):
-                        facts["reports"][label] = answers[-1]["report"]
                         facts["kept"].setdefault(label, []).append(answers[-1]["on"])
-                        facts["layers"][label] = answers[-1]["layers"]
+                        last[label] = answers[-1]
+        for plural, key in (("reports", "report"), ("layers", "layers")):
+            facts[plural] = {label: answer[key] for label, answer in last.items()}
         rows = [Row(label, STEP, "ms", [round(ms, 4) for ms in values]) for label, values in times.items()]
         if environments:
             tick("one step")
-            ours = {f"{TWO_STREAMS}, {ALLOCATORS[name].label}": name for name in environments}
-            quickest = min(ours, key=lambda label: statistics.median(times[label]))
-            request |= {"layers": facts["layers"].get(quickest)}
-            rows += _look(settings, request, environments[ours[quickest]], threads, facts)
+            ours, peer, _ = best_gain(Point(at, {}, rows), f"{PLAIN}, {fused}" if fuses else PLAIN)
+            fit, environment = everything[str(peer)]
+            two = {"threads": threads, **{key: last[str(ours)][key] for key in ("layers", "forward")}}
+            drawn = {PLAIN: {"threads": fit["threads"], "fused": fuses}, TWO_STREAMS: two}
+            facts[one_step.SETTINGS] = f"{peer}, and {last[str(ours)]['setting']}"
+            rows += _look(settings, request, environment, drawn, facts)
         return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
@@ -161,8 +163,9 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         lines = [ON_CPU if _is_on_cpu(result.points[0]) else ON_DEVICE]
         if any(map(_is_drawn, result.points)):
             lines.append(
-                "The picture has one step of each case, of a bare loop too. How long a core ran is processor time, in "
-                "which threads of kernels that wait for work count as running."
+                "The picture has one step of each case, of a bare loop too; where no setting of it is named, the plain "
+                "step has all threads, and two streams have half of them each. How long a core ran is processor time, "
+                "in which threads of kernels that wait for work count as running."
             )
         for point in result.points:
             case = point.at["case"]
@@ -171,9 +174,11 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             lines += [f"- {case}: {label} has a first step of {s:g} s, which compiles" for label, s in first_s.items()]
             plain = "the best plain step of the same allocator" if _is_on_cpu(point) else "the plain step"
             for label, over in gains(point).items():
-                with_it = f"{show(over, 'x')} with {_how(label)}, {on_and_off(point, label, over)}"
-                lines.append(f"- {case}: two streams over {plain}: {with_it}")
+                sorts = f"{_how(label)}, {on_and_off(point, label, over)}"
+                lines.append(f"- {case}: two streams over {plain}: {show(over, 'x')} with {sorts}")
             lines += [f"- {case}, {label}: {report}" for label, report in point.facts["reports"].items()]
+            if one_step.SETTINGS in point.facts:
+                lines.append(f"- {case}: drawn are {point.facts[one_step.SETTINGS]}.")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -253,7 +258,7 @@ def _look(
     settings: SingleDeviceSettings,
     request: dict[str, Any],
     environment: dict[str, str],
-    threads: int,
+    drawn: dict[str, dict[str, Any]],
     facts: dict[str, Any],
 ) -> list[Row]:
     """One step of either kind goes to `facts`; rows of what is alive at the peak, unless nobody can count here."""
@@ -261,10 +266,11 @@ def _look(
     rows = []
     with closing(workers):
         ask = workers[""].ask
-        facts |= ask({"do": "both_steps", "threads": threads})
+        facts |= ask({"do": "both_steps", **drawn})
+        which = {key: drawn[TWO_STREAMS][key] for key in ("threads", "layers")}
         try:
             for label, two in ((PLAIN, False), (TWO_STREAMS, True)):
-                peaks = [ask({"do": "peak_bytes", "threads": threads, "two": two}) for _ in range(PEAKS)]
+                peaks = [ask({"do": "peak_bytes", "which": {**which, "two": two}}) for _ in range(PEAKS)]
                 rows.append(Row(label, ALIVE, "MiB", [round(peak / 2**20, 4) for peak in peaks]))
         except WorkerError as error:
             facts["missing"][ALIVE] = str(error)
@@ -347,11 +353,9 @@ def on_and_off(point: Point, ours: str, over: Spread) -> str:
     """How many fits kept two streams on; where some did and others did not, the speed of each sort by itself."""
     on = point.facts["kept"][ours]
     each, words = len(over.rounds) // len(on), f"on in {sum(on)} of {len(on)} fits"
-    if len(set(on)) == 1:
-        return words
-    sorts = {sort: [one for at, one in enumerate(over.rounds) if on[at // each] is sort] for sort in (True, False)}
-    kept, off = (show(spread(rounds), "x") for rounds in sorts.values())
-    return f"{words}: {kept}, off by itself in the others: {off}"
+    kept, off = ([one for at, one in enumerate(over.rounds) if on[at // each] is sort] for sort in (True, False))
+    more = f": {show(spread(kept), 'x')}, off by itself in the others: {show(spread(off), 'x')}" if kept and off else ""
+    return words + more
 
 
 def verdict(over: Spread, wanted: float) -> str:
@@ -370,12 +374,11 @@ class Server:
 
     def both_steps(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return one step of either kind."""
-        return one_step.both(self._case, self._seed, request["threads"], self._request["layers"])
+        return one_step.both(self._case, self._seed, request[PLAIN], request[TWO_STREAMS])
 
     def peak_bytes(self, request: dict[str, Any]) -> int:
         """Return the most bytes alive in a plain step, or in one on two streams."""
-        layers, two = self._request["layers"] if request["two"] else None, request["two"]
-        return one_step.peak_bytes(self._case, self._seed, request["threads"], two=two, layers=layers)
+        return one_step.peak_bytes(self._case, self._seed, **request["which"])
 
     def compile(self, request: dict[str, Any]) -> float:
         """Return the seconds of compiling."""
@@ -407,13 +410,16 @@ class Server:
 
 
 def _kept(report: Any) -> dict[str, Any]:
-    """What two streams report, if this is theirs: in a line, whether they are on, and the layers that they give."""
+    """What two streams report, if this is theirs: in a line, whether they are on, and their fastest setting."""
     if not isinstance(report, TwoStreamReport):
         return {}
     on = report.setting is not None and report.setting.two_streams
-    layers = next((one.layers for one in (report.setting, *report.tried_ms) if one is not None and one.layers), None)
+    tried = {setting: ms for setting, ms in report.tried_ms.items() if setting.two_streams}
+    best = report.setting if on else min(tried, key=tried.__getitem__, default=None)
+    layers, forward = (None, 0) if best is None else (best.layers, best.forward_threads)
     names = None if layers is None else sorted(name.removeprefix("model.") for name in layers)  # a Loop's
-    return {"report": report.one_line, "on": on, "layers": names}
+    setting = {"layers": names, "forward": forward, "setting": str(best or TWO_STREAMS)}
+    return {"report": report.one_line, "on": on, **setting}
 
 
 EAGER = "eager"

@@ -214,7 +214,7 @@ def test_every_case_trains(experiment: str) -> None:
 
 
 def test_a_step_shows_what_each_thread_ran() -> None:
-    facts = one_step.both(LINEAR, 0, 2)
+    facts = one_step.both(LINEAR, 0, {"threads": 2}, {"threads": 2})
     plain, two = ([box.split(";") for box in facts[f"{one_step.BOXES}, {name}"]] for name in ("plain", "two streams"))
     assert [int(kind) for kind, *_ in plain] == [one_step.FORWARD, one_step.REST, one_step.UPDATE]
     kinds = [int(kind) for kind, *_ in two]
@@ -252,8 +252,9 @@ def test_layers_that_a_fit_chose_are_those_of_the_drawn_step(monkeypatch: pytest
         server.fit({"threads": 2, "method": "ooo_single_device"})
     _, in_the_search, behind_it = (answer["layers"] for answer in answers)
     assert in_the_search is None, "still in the profile, and the first settings are plain ones"
-    server.begin({"case": LINEAR, "seed": 0, "layers": behind_it})
-    boxes = [box.split(";") for box in server.both_steps({"threads": 2})[f"{one_step.BOXES}, two streams"]]
+    server.begin({"case": LINEAR, "seed": 0})
+    drawn = {"plain": {"threads": 1}, "two streams": {"threads": 2, "layers": behind_it}}
+    boxes = [box.split(";") for box in server.both_steps(drawn)[f"{one_step.BOXES}, two streams"]]
     assert [int(kind) for kind, *_ in boxes].count(one_step.WEIGHT) == 1
 
 
