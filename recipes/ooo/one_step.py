@@ -91,10 +91,8 @@ class Loop:
         self._optimizer = build_optimizer(case["optimizer"], self._model.parameters(), case.get("flags", {}))
         sub = max(1, threads // 2)
         both, beside = (max(1, threads - sub), sub), self._optimizer if case.get("fuse_updates") else None
-        self._two: Any = TwoStreamBackward(self._model, optimizer=beside, threads=both, layers=layers) if two else None
-        self._fusion: Any = (
-            fuse_optimizer(self._model, self._optimizer) if fused else getattr(self._two, "fusion", None)
-        )
+        self.two: Any = TwoStreamBackward(self._model, optimizer=beside, threads=both, layers=layers) if two else None
+        self.fusion: Any = fuse_optimizer(self._model, self._optimizer) if fused else getattr(self.two, "fusion", None)
         self.notes = Notes()
 
     def step(self) -> dict[str, Any]:
@@ -145,17 +143,13 @@ class Loop:
             forward = vars(module).get("forward")
             if hasattr(forward, "kernels"):
                 forward.kernels = NotedKernels(forward.kernels, self)  # type: ignore[union-attr]
-        if self._fusion is not None:
-            update = self._fusion._step
-            self._fusion._step = lambda *arguments: self.notes.run(UPDATE, update, *arguments)
-
-    def use_forward_threads(self, threads: int) -> None:
-        """Behind a first step on two streams: from now on forward passes have these, and not those of the main one."""
-        self._two._use(replace(self._two._now, forward_threads=threads))
+        if self.fusion is not None:
+            update = self.fusion._step
+            self.fusion._step = lambda *arguments: self.notes.run(UPDATE, update, *arguments)
 
     def close(self) -> None:
         """End the second stream, and the fusion."""
-        if one := self._two or self._fusion:
+        if one := self.two or self.fusion:
             one.remove()
 
 
@@ -165,8 +159,8 @@ def middle_step(case: Case, seed: int, threads: int, forward: int = 0, **which: 
     loop.note_kernels()
     for _ in range(WARM_UP_STEPS):
         loop.step()
-        if forward:
-            loop.use_forward_threads(forward)
+        if forward:  # the first step has the main stream's
+            loop.two._use(replace(loop.two._now, forward_threads=forward))
     steps = [loop.step() for _ in range(STEPS)]
     loop.close()
     middle = statistics.median_low(step["ms"] for step in steps)
@@ -196,10 +190,7 @@ def peak_bytes(case: Case, seed: int, threads: int, **which: Any) -> int:
 
 
 def both(case: Case, seed: int, plain: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
-    """Return a plain step and one on two streams, each by arguments of :func:`middle_step`, as facts of a point.
-
-    Boxes are text, which keeps a result short.
-    """
+    """Return a step of either kind, by arguments of :func:`middle_step`, as facts of a point; boxes are short text."""
     facts: dict[str, Any] = {BUSY: {}}
     for name, which in (("plain", plain), ("two streams", two)):
         step = middle_step(case, seed, two=which is two, **which)

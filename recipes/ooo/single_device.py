@@ -18,9 +18,8 @@ On a GPU (`hardware=cuda`, and the cases that say ``device: cuda``) fits of one 
 few launches, with the network's passes in torch's own CUDA graphs, and two streams without graphs, with them and by
 search. CUDA events time the steps behind those of a search; a ratio is of the fits of one round.
 
-Durations: a case takes `processes` times allocators times (a start of about 10 s and 80 steps of each fit). On two
-cores that is about 36 minutes for `ooo_fig7` (MobileNet), as much for `ooo_fig7_more` (other networks), and about 40
-for `ooo_fig7_compiled` (four cases), which compiles each for a minute or so for each number of threads.
+A case takes `processes` times allocators times (a start of about 10 s and 80 steps of each fit). On two cores
+`ooo_fig7` and `ooo_fig7_more` take about 36 minutes each, `ooo_fig7_compiled`, which compiles for minutes, about 40.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row, percent_more, titled
+from retime.recipes.core.results import Point, Result, Row, percent_more, ratio, titled
 from retime.recipes.core.trainer_loop import Batch, Run, Task, quiet_lightning, train
 from retime.recipes.core.verdicts import inside
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of
@@ -91,8 +90,7 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         threads = torch.get_num_threads()
         request = {"do": "begin", "case": case, "seed": settings.seed}
         missing, times, last = dict[str, str](), dict[str, list[float]](), dict[str, dict[str, Any]]()
-        facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"]}
-        facts["kept"] = {}
+        facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"], "kept": {}}
         fits: dict[str, dict[str, Any]] = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
         fuses, fused = bool(case.get("fuse_updates")), "fused_optimizer"
         if fuses:
@@ -128,8 +126,7 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                     if label.startswith(TWO_STREAMS):
                         facts["kept"].setdefault(label, []).append(answers[-1]["on"])
                         last[label] = answers[-1]
-        for plural, key in (("reports", "report"), ("layers", "layers")):
-            facts[plural] = {label: answer[key] for label, answer in last.items()}
+        facts["reports"], facts["layers"] = ({of: last[of][key] for of in last} for key in ("report", "layers"))
         rows = [Row(label, STEP, "ms", [round(ms, 4) for ms in values]) for label, values in times.items()]
         if environments:
             tick("one step")
@@ -153,10 +150,9 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             )
             for kind, row in against:
                 ours, best, over = best_gain(point, kind)
-                if ours is None or over is None:
-                    continue
-                note = f"{_case(point)}, {_how(ours)}, over {best}; {on_and_off(point, ours, over)}"
-                lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
+                if ours is not None and over is not None:
+                    note = f"{_case(point)}, {_how(ours)}, over {best}; {on_and_off(point, ours, over)}"
+                    lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
         return [*lines, *_papers(result)]
 
     def notes(self, result: Result) -> list[str]:
@@ -333,20 +329,14 @@ def best_gain(point: Point, kind: str) -> tuple[str | None, str | None, Spread |
     best = fastest(point, kind)
     allocator = (best or "").partition(" thread")[2].partition(", ")[2]  # of a device's variants there is none
     ours = fastest(point, TWO_STREAMS, allocator or None)
-    if ours is None or best is None:
-        return ours, best, None
-    return ours, best, point.speedup(best, ours, STEP)
+    return ours, best, ratio(point, best, ours or "")
 
 
 def gains(point: Point) -> dict[str, Spread]:
     """Two streams over the best plain step of the same allocator, by variant; the fastest allocator first."""
-    speedups: dict[str, Spread] = {}
-    ours = [label for label in point.variants(STEP) if label.startswith(TWO_STREAMS)]
-    for label in sorted(ours, key=lambda label: point.median(label, STEP)):
-        best = fastest(point, PLAIN, _how(label) if _is_on_cpu(point) else None)
-        if best is not None:
-            speedups[label] = point.speedup(best, label, STEP)
-    return speedups
+    ours = sorted((point.median(label, STEP), label) for label in point.variants(STEP) if label.startswith(TWO_STREAMS))
+    plain = {label: fastest(point, PLAIN, _how(label) if _is_on_cpu(point) else None) for _, label in ours}
+    return {label: point.speedup(best, label, STEP) for label, best in plain.items() if best is not None}
 
 
 def on_and_off(point: Point, ours: str, over: Spread) -> str:
@@ -418,8 +408,8 @@ def _kept(report: Any) -> dict[str, Any]:
     best = report.setting if on else min(tried, key=tried.__getitem__, default=None)
     layers, forward = (None, 0) if best is None else (best.layers, best.forward_threads)
     names = None if layers is None else sorted(name.removeprefix("model.") for name in layers)  # a Loop's
-    setting = {"layers": names, "forward": forward, "setting": str(best or TWO_STREAMS)}
-    return {"report": report.one_line, "on": on, **setting}
+    words = {"report": report.one_line, "setting": str(best or TWO_STREAMS)}
+    return {**words, "on": on, "layers": names, "forward": forward}
 
 
 EAGER = "eager"
@@ -470,8 +460,7 @@ def on_device(settings: SingleDeviceSettings, case: dict[str, Any], tick: Tick) 
     eager = {name: results.get(f"{name}, {EAGER}", []) for name in (PLAIN, TWO_STREAMS)}
     if all(eager.values()):
         rows += [Row(name, ALIVE, "MiB", [round(mib, 4) for _, mib, _ in fits]) for name, fits in eager.items()]
-    kept = {label: [_kept(report) for *_, report in fits] for label, fits in results.items()}
-    ours = {label: reports for label, reports in kept.items() if label.startswith(TWO_STREAMS)}
+    ours = {name: [_kept(one) for *_, one in fits] for name, fits in results.items() if name.startswith(TWO_STREAMS)}
     facts = {
         "missing": missing,
         "batch size": case["batch_size"],
