@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retime.foundations.cpu_pool import MemoryPool
+from retime.mechanisms.fusion import fuse_optimizer
 from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model, build_optimizer, loss_of
@@ -24,7 +26,7 @@ from retime.recipes.core.build import CPU, build_batches, build_model, build_opt
 KINDS = ("backward pass, the rest", "forward pass", "output gradients", "weight gradients", "update")
 REST, FORWARD, OUTPUT, WEIGHT, UPDATE = range(len(KINDS))
 MAIN, SUB, OTHERS = "main thread", "sub-stream", "other threads of kernels"
-BUSY, BOXES = "one step", "one step, boxes"
+BUSY, BOXES, SETTINGS = "one step", "one step, boxes", "one step, settings"
 _SHORT = {MAIN: "main", SUB: "sub-stream", OTHERS: "others"}
 LEGEND = (
     "time from the step's start (ms); white: the thread runs none of these\n"
@@ -32,6 +34,7 @@ LEGEND = (
 )
 WARM_UP_STEPS, STEPS = 5, 9
 
+Case = dict[str, Any]
 Box = tuple[int, str, float, float]
 """What it is (number of :data:`KINDS`), its lane, start and end."""
 
@@ -76,18 +79,20 @@ class Loop:
         threads: of each kernel, divided among both streams if there are two.
         two: whether weight gradients run beside output gradients.
         layers: names of those whose weight gradients do; None: all that can.
+        fused: whether a plain step updates in its backward pass, as ``fused_optimizer`` does.
     """
 
     def __init__(
-        self, case: dict[str, Any], seed: int, threads: int, *, two: bool, layers: list[str] | None = None
+        self, case: Case, seed: int, threads: int, *, two: bool, layers: list[str] | None = None, fused: bool = False
     ) -> None:
         torch.set_num_threads(threads)
         self._model = build_model(case["model"], CPU, seed)
         ((self._inputs, self._targets),) = build_batches(case["data"], case["batch_size"], 1)
         self._optimizer = build_optimizer(case["optimizer"], self._model.parameters(), case.get("flags", {}))
         sub = max(1, threads // 2)
-        both, fused = (max(1, threads - sub), sub), self._optimizer if case.get("fuse_updates") else None
-        self._two = TwoStreamBackward(self._model, optimizer=fused, threads=both, layers=layers) if two else None
+        both, beside = (max(1, threads - sub), sub), self._optimizer if case.get("fuse_updates") else None
+        self.two: Any = TwoStreamBackward(self._model, optimizer=beside, threads=both, layers=layers) if two else None
+        self.fusion: Any = fuse_optimizer(self._model, self._optimizer) if fused else getattr(self.two, "fusion", None)
         self.notes = Notes()
 
     def step(self) -> dict[str, Any]:
@@ -138,30 +143,31 @@ class Loop:
             forward = vars(module).get("forward")
             if hasattr(forward, "kernels"):
                 forward.kernels = NotedKernels(forward.kernels, self)  # type: ignore[union-attr]
-        fusion: Any = None if self._two is None else self._two.fusion
-        if fusion is not None:
-            update = fusion._step
-            fusion._step = lambda *arguments: self.notes.run(UPDATE, update, *arguments)
+        if self.fusion is not None:
+            update = self.fusion._step
+            self.fusion._step = lambda *arguments: self.notes.run(UPDATE, update, *arguments)
 
     def close(self) -> None:
-        """End the second stream."""
-        if self._two is not None:
-            self._two.remove()
+        """End the second stream, and the fusion."""
+        if one := self.two or self.fusion:
+            one.remove()
 
 
-def middle_step(case: dict[str, Any], seed: int, threads: int, **which: Any) -> dict[str, Any]:
-    """Return what :meth:`Loop.step` says of the step of median length."""
+def middle_step(case: Case, seed: int, threads: int, forward: int = 0, **which: Any) -> dict[str, Any]:
+    """Return what :meth:`Loop.step` says of the step of median length, with so many threads in the forward pass."""
     loop = Loop(case, seed, threads, **which)
     loop.note_kernels()
     for _ in range(WARM_UP_STEPS):
         loop.step()
+        if forward:  # the first step has the main stream's
+            loop.two._use(replace(loop.two._now, forward_threads=forward))
     steps = [loop.step() for _ in range(STEPS)]
     loop.close()
     middle = statistics.median_low(step["ms"] for step in steps)
     return next(step for step in steps if step["ms"] == middle)
 
 
-def peak_bytes(case: dict[str, Any], seed: int, threads: int, **which: Any) -> int:
+def peak_bytes(case: Case, seed: int, threads: int, **which: Any) -> int:
     """Return the most bytes alive in tensors of 16 KiB and more, oneDNN's scratch with them, over steps of training.
 
     Raises:
@@ -183,11 +189,11 @@ def peak_bytes(case: dict[str, Any], seed: int, threads: int, **which: Any) -> i
     return peak
 
 
-def both(case: dict[str, Any], seed: int, threads: int, layers: list[str] | None = None) -> dict[str, Any]:
-    """Return a plain step and one on two streams as facts of a point: the boxes as text, which keeps a result short."""
+def both(case: Case, seed: int, plain: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
+    """Return a step of either kind, by arguments of :func:`middle_step`, as facts of a point; boxes are short text."""
     facts: dict[str, Any] = {BUSY: {}}
-    for name, two in (("plain", False), ("two streams", True)):
-        step = middle_step(case, seed, threads, two=two, layers=layers if two else None)
+    for name, which in (("plain", plain), ("two streams", two)):
+        step = middle_step(case, seed, two=which is two, **which)
         facts[f"{BOXES}, {name}"] = [";".join(map(str, box)) for box in step.pop("boxes")]
         facts[BUSY][name] = step
     return facts

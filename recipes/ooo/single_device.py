@@ -4,23 +4,22 @@ Every fit has a process of its own: plain ones with every number of threads, com
 streams, each with every allocator, all from the same weights. Each first takes the steps in which two streams search,
 alone on the machine. Then all take turns, a few steps each, so that a machine that becomes slower does so for all of
 them. A value is the median of a turn's steps, ratios are those of one round, and `processes` says how often all of it
-is done. The verdict holds two streams, with their best allocator, against the plain step with its best number of
-threads and its best allocator. Where the search has taken two streams off, a ratio shows what the comparison itself
-scatters.
+is done. The verdict holds two streams against the plain step with its best number of threads and its best allocator,
+and both have that one. A search may take two streams off: a ratio is of all fits, and remarks have each sort by itself.
 
 In cases with ``fuse_updates`` two streams have updates on the sub-stream, and ``fused_optimizer`` is one of the plain
 steps.
 
-A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive. Its
-two streams give away the weight gradients that those of the last fit did, or tried to.
+A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive. The
+plain step is that of the verdict, in cases with ``fuse_updates`` the best ``fused_optimizer``; two streams have the
+setting that the search of their last fit kept, or else the fastest that it tried.
 
 On a GPU (`hardware=cuda`, and the cases that say ``device: cuda``) fits of one process take turns: plain, compiled for
 few launches, with the network's passes in torch's own CUDA graphs, and two streams without graphs, with them and by
 search. CUDA events time the steps behind those of a search; a ratio is of the fits of one round.
 
-Durations: a case takes `processes` times allocators times (a start of about 10 s and 80 steps of each fit). On two
-cores that is about 36 minutes for `ooo_fig7` (MobileNet), as much for `ooo_fig7_more` (other networks), and about 40
-for `ooo_fig7_compiled` (four cases), which compiles each for a minute or so for each number of threads.
+A case takes `processes` times allocators times (a start of about 10 s and 80 steps of each fit). On two cores
+`ooo_fig7` and `ooo_fig7_more` take about 36 minutes each, `ooo_fig7_compiled`, which compiles for minutes, about 40.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from torch import Tensor
 from retime.commands.advise_worker import FIRST_STEPS, METHODS, fit_in_turns
 from retime.commands.advise_worker import PLAIN as PLAIN_STEP
 from retime.commands.errors import one_line
-from retime.foundations.measure import MemoryProbe, Spread
+from retime.foundations.measure import MemoryProbe, Spread, spread
 from retime.foundations.workers import Worker, WorkerError, closing
 from retime.mechanisms.two_streams import TwoStreamReport
 from retime.recipes.core import charts
@@ -50,7 +49,7 @@ from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row, percent_more, titled
+from retime.recipes.core.results import Point, Result, Row, percent_more, ratio, titled
 from retime.recipes.core.trainer_loop import Batch, Run, Task, quiet_lightning, train
 from retime.recipes.core.verdicts import inside
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of
@@ -90,13 +89,11 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             return on_device(settings, case, tick)
         threads = torch.get_num_threads()
         request = {"do": "begin", "case": case, "seed": settings.seed}
-        missing, times = dict[str, str](), dict[str, list[float]]()
-        facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"]}
-        facts |= {"reports": {}, "kept": {}, "layers": {}}
+        missing, times, last = dict[str, str](), dict[str, list[float]](), dict[str, dict[str, Any]]()
+        facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"], "kept": {}}
         fits: dict[str, dict[str, Any]] = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
-        fuses = bool(case.get("fuse_updates"))
+        fuses, fused = bool(case.get("fuse_updates")), "fused_optimizer"
         if fuses:
-            fused = "fused_optimizer"
             fits |= {_label(f"{PLAIN}, {fused}", n): {"threads": n, "method": fused} for n in range(1, threads + 1)}
         environments = environments_of(settings.allocators, settings.libraries, missing)
         with tempfile.TemporaryDirectory() as cache:
@@ -127,16 +124,18 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 for label, answers in by_label.items():
                     times.setdefault(label, []).extend(statistics.median(answer["ms"]) for answer in answers)
                     if label.startswith(TWO_STREAMS):
-                        facts["reports"][label] = answers[-1]["report"]
                         facts["kept"].setdefault(label, []).append(answers[-1]["on"])
-                        facts["layers"][label] = answers[-1]["layers"]
+                        last[label] = answers[-1]
+        facts["reports"], facts["layers"] = ({of: last[of][key] for of in last} for key in ("report", "layers"))
         rows = [Row(label, STEP, "ms", [round(ms, 4) for ms in values]) for label, values in times.items()]
         if environments:
             tick("one step")
-            ours = {f"{TWO_STREAMS}, {ALLOCATORS[name].label}": name for name in environments}
-            quickest = min(ours, key=lambda label: statistics.median(times[label]))
-            request |= {"layers": facts["layers"].get(quickest)}
-            rows += _look(settings, request, environments[ours[quickest]], threads, facts)
+            ours, peer, _ = best_gain(Point(at, {}, rows), f"{PLAIN}, {fused}" if fuses else PLAIN)
+            fit, environment = everything[str(peer)]
+            two = {"threads": threads, **{key: last[str(ours)][key] for key in ("layers", "forward")}}
+            drawn = {PLAIN: {"threads": fit["threads"], "fused": fuses}, TWO_STREAMS: two}
+            facts[one_step.SETTINGS] = f"{peer}, and {last[str(ours)]['setting']}"
+            rows += _look(settings, request, environment, drawn, facts)
         return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
@@ -151,29 +150,31 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             )
             for kind, row in against:
                 ours, best, over = best_gain(point, kind)
-                if ours is None or over is None:
-                    continue
-                on = point.facts["kept"][ours]
-                note = f"{point.at['case']}, {_how(ours)}, over {best}; on in {sum(on)} of {len(on)} fits"
-                lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
+                if ours is not None and over is not None:
+                    note = f"{_case(point)}, {_how(ours)}, over {best}; {on_and_off(point, ours, over)}"
+                    lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
         return [*lines, *_papers(result)]
 
     def notes(self, result: Result) -> list[str]:
         lines = [ON_CPU if _is_on_cpu(result.points[0]) else ON_DEVICE]
         if any(map(_is_drawn, result.points)):
             lines.append(
-                "The picture has one step of each case, of a bare loop too. How long a core ran is processor time, in "
-                "which threads of kernels that wait for work count as running."
+                "The picture has one step of each case, of a bare loop too; where no setting of it is named, the plain "
+                "step has all threads, and two streams have half of them each. How long a core ran is processor time, "
+                "in which threads of kernels that wait for work count as running."
             )
         for point in result.points:
             case = point.at["case"]
             lines += [f"- {case}: no {name}: {reason}" for name, reason in point.facts["missing"].items()]
             first_s = point.facts.get("first compiled step (s)", {})
             lines += [f"- {case}: {label} has a first step of {s:g} s, which compiles" for label, s in first_s.items()]
-            same = [f"{show(over, 'x')} with {_how(label)}" for label, over in gains(point).items()]
             plain = "the best plain step of the same allocator" if _is_on_cpu(point) else "the plain step"
-            lines += [f"- {case}: two streams over {plain}: {', '.join(same)}."]
+            for label, over in gains(point).items():
+                sorts = f"{_how(label)}, {on_and_off(point, label, over)}"
+                lines.append(f"- {case}: two streams over {plain}: {show(over, 'x')} with {sorts}")
             lines += [f"- {case}, {label}: {report}" for label, report in point.facts["reports"].items()]
+            if one_step.SETTINGS in point.facts:
+                lines.append(f"- {case}: drawn are {point.facts[one_step.SETTINGS]}.")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -200,7 +201,7 @@ def _draw_gains(axes: Any, result: Result) -> None:
     series = [(f"over plain, {_how(one)}", [gains(point).get(one) for point in result.points]) for one in labels]
     for kind, words in ((COMPILED, "the best compiled step"), (GRAPH, "a CUDA graph alone")):
         over = [best_gain(point, kind)[2] for point in result.points]
-        series += [(f"the best, over {words}", over)] if any(over) else []
+        series += [(f"over {words}", over)] if any(over) else []
     for index, (words, values) in enumerate(series):
         places = [number + 0.16 * (index - (len(series) - 1) / 2) for number in range(len(values))]
         charts.points_with_spread(axes, places, values, words, index)
@@ -211,10 +212,11 @@ def _draw_gains(axes: Any, result: Result) -> None:
 
 
 ON_CPU = (
-    "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have the "
-    "allocator with which they are fastest. All take turns in each round, and quartiles are over rounds. Bytes alive "
-    "are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in which two streams stay "
-    "on."
+    "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have the same "
+    "allocator. All take turns in each round, and quartiles are over rounds. A fit whose search took two streams off "
+    "runs plain steps; ratios pool it with fits that kept them, and remarks have each by itself where there are both. "
+    "Bytes alive are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in which two "
+    "streams stay on."
 )
 ON_DEVICE = (
     f"Fits take turns in each round, and quartiles are over rounds. CUDA events time the steps after {SEARCH_STEPS} of "
@@ -252,7 +254,7 @@ def _look(
     settings: SingleDeviceSettings,
     request: dict[str, Any],
     environment: dict[str, str],
-    threads: int,
+    drawn: dict[str, dict[str, Any]],
     facts: dict[str, Any],
 ) -> list[Row]:
     """One step of either kind goes to `facts`; rows of what is alive at the peak, unless nobody can count here."""
@@ -260,10 +262,11 @@ def _look(
     rows = []
     with closing(workers):
         ask = workers[""].ask
-        facts |= ask({"do": "both_steps", "threads": threads})
+        facts |= ask({"do": "both_steps", **drawn})
+        which = {key: drawn[TWO_STREAMS][key] for key in ("threads", "layers")}
         try:
             for label, two in ((PLAIN, False), (TWO_STREAMS, True)):
-                peaks = [ask({"do": "peak_bytes", "threads": threads, "two": two}) for _ in range(PEAKS)]
+                peaks = [ask({"do": "peak_bytes", "which": {**which, "two": two}}) for _ in range(PEAKS)]
                 rows.append(Row(label, ALIVE, "MiB", [round(peak / 2**20, 4) for peak in peaks]))
         except WorkerError as error:
             facts["missing"][ALIVE] = str(error)
@@ -278,13 +281,19 @@ def _papers(result: Result) -> Iterator[Comparison]:
             over = best_gain(point, PLAIN)[2]
             if over is not None and point.at["case"].startswith(network):
                 here = "a CPU" if _is_on_cpu(point) else "over the plain step"
-                note = f"the paper's: a V100, over XLA, kernels issued ahead; here {here}, {point.at['case']}"
+                note = f"the paper's: a V100, over XLA, kernels issued ahead; here {here}, {_case(point)}"
                 yield Comparison(published, over, note)
     for point in filter(_is_looked_at, result.points):
         if more := percent_more(point, TWO_STREAMS, PLAIN, ALIVE):
             kept = "holds" if more.median <= claim("figure-9-peak").value else "does not hold"
             mib = amount(point.median(TWO_STREAMS, ALIVE) - point.median(PLAIN, ALIVE), "MiB")
             yield Comparison(claim("figure-9-peak"), more, f"{point.at['case']}: {mib} more; {kept}")
+
+
+def _case(point: Point) -> str:
+    """The case's name, with its blocks' layers where they are not those that the network's name stands for."""
+    blocks = point.settings["case"].get("model", {}).get("blocks")
+    return f"{point.at['case']} (blocks of {', '.join(map(str, blocks))} layers)" if blocks else str(point.at["case"])
 
 
 def _is_looked_at(point: Point) -> bool:
@@ -313,22 +322,30 @@ def fastest(point: Point, kind: str, allocator: str | None = None) -> str | None
 
 
 def best_gain(point: Point, kind: str) -> tuple[str | None, str | None, Spread | None]:
-    """Two streams with their best allocator, the best variant of a kind with its own, and the speed over it."""
-    ours, best = fastest(point, TWO_STREAMS), fastest(point, kind)
-    if ours is None or best is None:
-        return ours, best, None
-    return ours, best, point.speedup(best, ours, STEP)
+    """Two streams, the fastest variant of a kind, and the speed over it; both have the allocator of the latter.
+
+    With the best allocator of each side, the ratio would be one of allocators too.
+    """
+    best = fastest(point, kind)
+    allocator = (best or "").partition(" thread")[2].partition(", ")[2]  # of a device's variants there is none
+    ours = fastest(point, TWO_STREAMS, allocator or None)
+    return ours, best, ratio(point, best, ours or "")
 
 
 def gains(point: Point) -> dict[str, Spread]:
     """Two streams over the best plain step of the same allocator, by variant; the fastest allocator first."""
-    speedups: dict[str, Spread] = {}
-    ours = [label for label in point.variants(STEP) if label.startswith(TWO_STREAMS)]
-    for label in sorted(ours, key=lambda label: point.median(label, STEP)):
-        best = fastest(point, PLAIN, _how(label) if _is_on_cpu(point) else None)
-        if best is not None:
-            speedups[label] = point.speedup(best, label, STEP)
-    return speedups
+    ours = sorted((point.median(label, STEP), label) for label in point.variants(STEP) if label.startswith(TWO_STREAMS))
+    plain = {label: fastest(point, PLAIN, _how(label) if _is_on_cpu(point) else None) for _, label in ours}
+    return {label: point.speedup(best, label, STEP) for label, best in plain.items() if best is not None}
+
+
+def on_and_off(point: Point, ours: str, over: Spread) -> str:
+    """How many fits kept two streams on; where some did and others did not, the speed of each sort by itself."""
+    on = point.facts["kept"][ours]
+    each, words = len(over.rounds) // len(on), f"on in {sum(on)} of {len(on)} fits"
+    kept, off = ([one for at, one in enumerate(over.rounds) if on[at // each] is sort] for sort in (True, False))
+    more = f": {show(spread(kept), 'x')}, off by itself in the others: {show(spread(off), 'x')}" if kept and off else ""
+    return words + more
 
 
 def verdict(over: Spread, wanted: float) -> str:
@@ -347,12 +364,11 @@ class Server:
 
     def both_steps(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return one step of either kind."""
-        return one_step.both(self._case, self._seed, request["threads"], self._request["layers"])
+        return one_step.both(self._case, self._seed, request[PLAIN], request[TWO_STREAMS])
 
     def peak_bytes(self, request: dict[str, Any]) -> int:
         """Return the most bytes alive in a plain step, or in one on two streams."""
-        layers, two = self._request["layers"] if request["two"] else None, request["two"]
-        return one_step.peak_bytes(self._case, self._seed, request["threads"], two=two, layers=layers)
+        return one_step.peak_bytes(self._case, self._seed, **request["which"])
 
     def compile(self, request: dict[str, Any]) -> float:
         """Return the seconds of compiling."""
@@ -384,13 +400,16 @@ class Server:
 
 
 def _kept(report: Any) -> dict[str, Any]:
-    """What two streams report, if this is theirs: in a line, whether they are on, and the layers that they give."""
+    """What two streams report, if this is theirs: in a line, whether they are on, and their fastest setting."""
     if not isinstance(report, TwoStreamReport):
         return {}
     on = report.setting is not None and report.setting.two_streams
-    layers = next((one.layers for one in (report.setting, *report.tried_ms) if one is not None and one.layers), None)
+    tried = {setting: ms for setting, ms in report.tried_ms.items() if setting.two_streams}
+    best = report.setting if on else min(tried, key=tried.__getitem__, default=None)
+    layers, forward = (None, 0) if best is None else (best.layers, best.forward_threads)
     names = None if layers is None else sorted(name.removeprefix("model.") for name in layers)  # a Loop's
-    return {"report": report.one_line, "on": on, "layers": names}
+    words = {"report": report.one_line, "setting": str(best or TWO_STREAMS)}
+    return {**words, "on": on, "layers": names, "forward": forward}
 
 
 EAGER = "eager"
@@ -441,8 +460,7 @@ def on_device(settings: SingleDeviceSettings, case: dict[str, Any], tick: Tick) 
     eager = {name: results.get(f"{name}, {EAGER}", []) for name in (PLAIN, TWO_STREAMS)}
     if all(eager.values()):
         rows += [Row(name, ALIVE, "MiB", [round(mib, 4) for _, mib, _ in fits]) for name, fits in eager.items()]
-    kept = {label: [_kept(report) for *_, report in fits] for label, fits in results.items()}
-    ours = {label: reports for label, reports in kept.items() if label.startswith(TWO_STREAMS)}
+    ours = {name: [_kept(one) for *_, one in fits] for name, fits in results.items() if name.startswith(TWO_STREAMS)}
     facts = {
         "missing": missing,
         "batch size": case["batch_size"],
