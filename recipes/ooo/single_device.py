@@ -341,7 +341,7 @@ def gains(point: Point) -> dict[str, Spread]:
 
 def on_and_off(point: Point, ours: str, over: Spread) -> str:
     """How many fits kept two streams on; where some did and others did not, the speed of each sort by itself."""
-    on = point.facts["kept"][ours]
+    on = point.facts["kept"][ours]  # by fit, each of which has as many rounds
     each, words = len(over.rounds) // len(on), f"on in {sum(on)} of {len(on)} fits"
     kept, off = ([one for at, one in enumerate(over.rounds) if on[at // each] is sort] for sort in (True, False))
     more = f": {show(spread(kept), 'x')}, off by itself in the others: {show(spread(off), 'x')}" if kept and off else ""
