@@ -271,7 +271,10 @@ class RealLayers(StepsOnRanks):
 
     def draw(self, result: Result, path: Path) -> None:
         keys = {"gradient fast-forwarding": 0, "other orders, the same runtime": 5, "torch's own runtime": 1}
-        colours = [charts.colour_key(words, charts.COLOURS[number]) for words, number in keys.items()]
+        drawn = {_colour(name) for point in result.points for name in point.variants(self.quantity)}
+        colours = [
+            charts.colour_key(words, charts.COLOURS[number]) for words, number in keys.items() if number in drawn
+        ]
         drawing, panels = self.drawn(result, 5.5, 40, *colours)
         for axes, point in zip(panels, result.points, strict=True):
             axes.set_title(f"{point.at['network']}, {point.facts['ranks']} ranks", fontsize=9)
