@@ -99,8 +99,7 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         work on them, which no rate changes, so the rate follows from the rest.
         """
         answers = self.run_job(settings, network, tick, "calibrate", **more)
-        compute_ms = min(answers[0]["step_ms"][COMPUTE])
-        communication_ms = min(answers[0]["step_ms"][COMMUNICATION])
+        compute_ms, communication_ms = (min(answers[0]["step_ms"][name]) for name in (COMPUTE, COMMUNICATION))
         sent = 8 * sent_bytes(answers[0]["gradient_bytes"], len(network.hosts))
         own_ms = max(0.0, communication_ms - sent / _BALANCING_BITS * 1e3)
         bits = sent / max(compute_ms - own_ms, 0.2 * compute_ms) * 1e3
@@ -139,10 +138,7 @@ class OnRanks(Recipe[OutOfOrderSettings]):
                 **first["bandwidth"],
             },
         }
-        if first["search"]:
-            facts["search"] = first["search"]
-        if balanced:
-            facts["balanced"] = balanced
+        facts |= {what: fact for what, fact in (("search", first["search"]), ("balanced", balanced)) if fact}
         return Measured(rows, facts)
 
 
@@ -203,8 +199,7 @@ def bound_notes(point: Point, place: str) -> list[str]:
             lines.append(f"- {place}: {label(name)} reaches {show(fraction, 'x')} of max(compute, communication)")
             if point.has(name, IDLE) and point.at.get("compute") != "emulated":
                 lines[-1] += f"; it leaves its core idle {show(point.spread(name, IDLE), 'ms')} a step"
-    ceiling = busy_ceiling(point)
-    if ceiling:
+    if ceiling := busy_ceiling(point):
         lines.append(
             f"- {place}: the processor alone allows {show(ceiling, 'x')} of DDP's speed: that is DDP's step without "
             "its idle time, since every host has one core here, which also does its network's work"

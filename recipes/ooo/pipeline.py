@@ -323,12 +323,8 @@ def best_of_torch(point: Point) -> str | None:
 
 def _apart(results: dict[str, tuple[float, float]]) -> dict[str, float]:
     """By variant, how far loss and norm are from one device's, relatively; the larger."""
-    whole = results[ONE]
-    return {
-        name: max(abs(value / wanted - 1) for value, wanted in zip(pair, whole, strict=True))
-        for name, pair in results.items()
-        if name != ONE
-    }
+    others = {name: zip(pair, results[ONE], strict=True) for name, pair in results.items() if name != ONE}
+    return {name: max(abs(value / wanted - 1) for value, wanted in pairs) for name, pairs in others.items()}
 
 
 def _colour(name: str) -> int:

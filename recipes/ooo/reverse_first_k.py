@@ -78,8 +78,7 @@ class Hosts(OnRanks):
         ratios = []
         for point in result.points:
             if point.at["compute"] == REAL and point.has("priority", "step"):
-                ours = best_of_ours(point)
-                over = ratio(point, "priority", ours) if ours else None
+                over = ratio(point, "priority", best_of_ours(point) or "")
                 ratios.append((over, f"{point.at['hosts']} hosts, over a peer that sends by priority"))
         lines = ratios or [(None, "no peer here sends by priority, as BytePS does")]
         return [Comparison(claim(f"hosts-{part}"), over, note) for part in "abc" for over, note in lines]
@@ -276,13 +275,11 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
         ]
 
     def draw(self, result: Result, path: Path) -> None:
-        points = [point for point in result.points if point.has("ddp", "step")]
-        points = [point for point in points if not point.at["case"].startswith("identical")]
+        points = [p for p in result.points if p.has("ddp", "step") and not p.at["case"].startswith("identical")]
         ours_ms = {point.at["case"]: point.median(name, "step") for point in points if (name := best_of_ours(point))}
         points.sort(key=lambda p: p.median("ddp", "step") / ours_ms.get(p.at["case"], float("inf")), reverse=True)
-        drawing, (speeds, parts) = charts.panels(
-            titled(result, "by gain"), 2, width=16, height=1.5 + 1.2 * max(3, len(points))
-        )
+        height = 1.5 + 1.2 * max(3, len(points))
+        drawing, (speeds, parts) = charts.panels(titled(result, "by gain"), 2, width=16, height=height)
         _draw_speeds(speeds, points)
         _draw_parts(parts, points)
         charts.save(drawing, path)
@@ -296,8 +293,7 @@ def _draw_speeds(axes: Any, points: list[Point]) -> None:
     for place, point in enumerate(points):
         if (least := paper("ooo").targets["speed"].get(point.at["case"])) is not None:
             axes.hlines(least, place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
-        ceiling = busy_ceiling(point)
-        if ceiling:
+        if ceiling := busy_ceiling(point):
             axes.hlines(ceiling.median, place - 0.4, place + 0.4, color="black", linewidth=1, linestyle=":")
     axes.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
     axes.plot([], [], color="black", linewidth=1, linestyle=":", label="ceiling: ddp's step without its idle time")
@@ -338,8 +334,7 @@ def _mlp(point: Point) -> list[Comparison]:
         among = ", ".join(str(k) for k in fixed(point))
         note = f"auto k={point.facts['cluster']['k']}, best {best} of k={among}; ooo_ksweep has the full sweep"
         lines.append(Comparison(target("search"), within_best(point), note))
-    steps = point.facts.get("search", {}).get("steps")
-    if steps is not None:
+    if (steps := point.facts.get("search", {}).get("steps")) is not None:
         lines.append(Comparison(target("search-steps"), spread([float(steps)])))
     return lines
 

@@ -265,15 +265,13 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
                     f"Network as in {network}: with all GPUs of a cluster reverse first-k gains "
                     f"{amount(min(gains), 'x')} to {amount(max(gains), 'x')} {over}, depending on cluster and model."
                 )
-        lines.append(
+        return [
+            *lines,
             "Reverse first-k gains over a network that sends in the order made. Over ideal priorities it gains only "
-            "where the network idles: one that is always busy with the most urgent gradient needs no other order."
-        )
-        lines.append(
+            "where the network idles: one that is always busy with the most urgent gradient needs no other order.",
             "DenseNet and MobileNet are bound by issuing kernels (section 2), which a roofline does not know: their "
-            "computation is too short here, so communication weighs more than in the paper and the gain is too large."
-        )
-        return lines
+            "computation is too short here, so communication weighs more than in the paper and the gain is too large.",
+        ]
 
     def tables(self, result: Result) -> list[Table]:
         """The gains with as many GPUs as the cluster has."""
@@ -290,12 +288,8 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
         network = result.points[0].at["network"]
         points = _points(result, network=network)
         clusters = list(dict.fromkeys(point.at["cluster"] for point in points))
-        drawing, panels = charts.panels(
-            f"{result.title}\nnetwork as in {network}; solid: {OVER[OURS]}, dashed: {OVER[OURS_PRIORITY]}",
-            max(2, len(clusters)),
-            width=10.7,
-            height=5.4,
-        )
+        title = f"{result.title}\nnetwork as in {network}; solid: {OVER[OURS]}, dashed: {OVER[OURS_PRIORITY]}"
+        drawing, panels = charts.panels(title, max(2, len(clusters)), width=10.7, height=5.4)
         for axes, cluster in zip(panels, clusters, strict=False):
             for index, point in enumerate(_points(result, network=network, cluster=cluster)):
                 devices = point.facts["devices"]

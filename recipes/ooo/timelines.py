@@ -77,8 +77,7 @@ class Timelines(SimulatedRecipe[SimulatedSettings]):
         ]
 
     def draw(self, result: Result, path: Path) -> None:
-        (point,) = result.points
-        draw_timelines(result, path, point.variants("step"), f"{result.title}\nunits of ")
+        draw_timelines(result, path, result.points[0].variants("step"), f"{result.title}\nunits of ")
 
 
 def timeline_fact(name: str) -> str:

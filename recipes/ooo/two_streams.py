@@ -354,20 +354,17 @@ class Speedups(CountedRecipe):
     def compare(self, result: Result) -> list[Comparison]:
         points = {(point.at["network"], point.at["batch_size"]): point for point in result.points}
         gains = {at: _over_one(point, JOINT) for at, point in points.items()}
-        what = "two streams alone"
-        lines = [
-            judged(claims.claim(claim), gains[at], what, "an upper bound of this model")
-            for at, claim in MULTI_STREAM.items()
-            if at in gains
-        ]
+        what, of_model = "two streams alone", "an upper bound of this model"
+        there = {name: gains[at] for at, name in MULTI_STREAM.items() if at in gains}
+        lines = [judged(claims.claim(name), gain, what, of_model) for name, gain in there.items()]
         if point := points.get(REORDERED_AT):
             gain = point.speedup(READY, JOINT, STEP).median
             why = "in the layers' order they already gain most of it"
             lines.append(judged(claims.claim("reordered"), gain, what, why))
         for claim, names in FIGURE_7.items():
-            if there := [gain for (network, size), gain in gains.items() if network in names and size == 32]:
+            if all_of := [gain for (network, size), gain in gains.items() if network in names and size == 32]:
                 note = f"simulated, {what}, batch 32; not comparable: the paper's has pre-compiled issue in it"
-                lines.append(Comparison(claims.claim(claim), spread([max(there)]), note))
+                lines.append(Comparison(claims.claim(claim), spread([max(all_of)]), note))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -381,9 +378,8 @@ class Speedups(CountedRecipe):
 
     def draw(self, result: Result, path: Path) -> None:
         sizes = list(dict.fromkeys(point.at["batch_size"] for point in result.points))
-        drawing, panels = charts.panels(
-            result.title, len(sizes), width=_WIDEST, height=1.2 + 3.2 * len(sizes), rows=len(sizes), sharex=True
-        )
+        rows, height = len(sizes), 1.2 + 3.2 * len(sizes)
+        drawing, panels = charts.panels(result.title, rows, width=_WIDEST, height=height, rows=rows, sharex=True)
         for axes, size in zip(panels, sizes, strict=True):
             points = [point for point in result.points if point.at["batch_size"] == size]
             charts.pairs(axes, {name: [_over_one(point, name) for point in points] for name in (READY, JOINT)})

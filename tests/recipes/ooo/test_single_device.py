@@ -14,6 +14,7 @@ from retime.commands import advise_worker
 from retime.foundations.cpu_pool import MemoryPool
 from retime.foundations.measure import MemoryProbe, spread
 from retime.mechanisms.two_streams import search
+from retime.recipes.core.build import loss_of
 from retime.recipes.core.claims import Claim, Target
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import Hardware
@@ -21,19 +22,7 @@ from retime.recipes.cpu_memory import allocators
 from retime.recipes.ooo import one_step, single_device
 from retime.recipes.ooo.claims import claim
 from retime.recipes.ooo.settings import SingleDeviceSettings
-from retime.recipes.ooo.single_device import (
-    ALIVE,
-    COMPILED,
-    GRAPH,
-    PLAIN,
-    WAYS,
-    SingleDevice,
-    best_gain,
-    fastest,
-    gains,
-    on_device,
-    verdict,
-)
+from retime.recipes.ooo.single_device import ALIVE, COMPILED, GRAPH, PLAIN, SingleDevice, best_gain, fastest, gains
 from support.recipes import assert_draws, fork_workers, settings_for
 from support.simulated_cuda import simulated_cuda
 
@@ -68,6 +57,7 @@ def test_it_measures_and_reports(
     assert "libtcmalloc_minimal" in point.facts["missing"]["tcmalloc"]
     assert "still searching" not in point.facts["reports"][ours]
     assert len(point.facts["kept"][ours]) == 1
+    assert point.facts[one_step.SETTINGS].startswith(f"{fastest(point, PLAIN)}, and two streams")
     verdicts, memory = recipe.compare(result)
     assert isinstance(verdicts.against, Target)
     assert verdicts.note.startswith("linear, glibc, over plain, ")
@@ -85,6 +75,7 @@ def test_fused_cases_have_fused_optimizer_beside_the_plain_step(settings: Single
     *peers, ours = point.variants("step")
     assert {"plain, 1 thread, glibc", "plain, fused_optimizer, 1 thread, glibc"} <= set(peers)
     assert "backward fusion: " in point.facts["reports"][ours]
+    assert point.facts[one_step.SETTINGS].startswith(f"{fastest(point, f'{PLAIN}, fused_optimizer')}, and ")
     assert len(point.values("two streams", ALIVE)) == single_device.PEAKS
 
 
@@ -146,12 +137,14 @@ def test_two_streams_are_held_against_the_best_plain_step() -> None:
 def test_the_papers_number_stands_beside_each_case_of_its_networks() -> None:
     def point(name: str, ours: float) -> Point:
         rows = [Row("plain, 1 thread, glibc", "step", "ms", [4.0]), Row("two streams, glibc", "step", "ms", [ours])]
-        return Point({"case": name}, {"case": {}}, rows, facts={"kept": {"two streams, glibc": [True]}})
+        case = {"model": {"blocks": [6, 6]}} if name == "ResNet-50" else {}
+        return Point({"case": name}, {"case": case}, rows, facts={"kept": {"two streams, glibc": [True]}})
 
     points = [point("ResNet-18", 4.0), point("ResNet-50", 2.0), point("GRU", 1.0)]
     lines = SingleDevice().compare(Result("x", "x", "x", "x", "x", points))
     papers = [line for line in lines if line.against == claim("figure-7-resnet")]
-    assert [line.note.rpartition(", ")[2] for line in papers] == ["ResNet-18", "ResNet-50"]
+    cases = [line.note.partition("here a CPU, ")[2] for line in papers]
+    assert cases == ["ResNet-18", "ResNet-50 (blocks of 6, 6 layers)"]
     assert [line.measured for line in papers] == [spread([1.0]), spread([2.0])]
 
 
@@ -159,7 +152,7 @@ def test_the_papers_number_stands_beside_each_case_of_its_networks() -> None:
     ("rounds", "said"), [([1.2, 1.2], "holds"), ([0.9, 0.95], "does not hold"), ([1.0, 1.3], "undecided")]
 )
 def test_verdicts_follow_from_quartiles(rounds: list[float], said: str) -> None:
-    assert verdict(spread(rounds), 1.1).startswith(said)
+    assert single_device.verdict(spread(rounds), 1.1).startswith(said)
 
 
 def test_a_device_without_a_case_is_refused(tmp_path: Path) -> None:
@@ -180,9 +173,9 @@ def test_fits_on_a_device_take_turns(
     monkeypatch.setattr(MemoryProbe, "peaks", lambda probe: {"batch": next(peaks)})
     few = replace(settings, rounds=1, hardware=Hardware("cpu", "cpu", None))
     with simulated_cuda("late") if is_simulated else nullcontext() as device:
-        found = on_device(few, LINEAR, lambda text: None)
-    graphs = [label for label in WAYS if "graph" in label.lower() or "search" in label]
-    there = list(WAYS) if is_simulated else [label for label in WAYS if label not in graphs]
+        found = single_device.on_device(few, LINEAR, lambda text: None)
+    graphs = [label for label in single_device.WAYS if "graph" in label.lower() or "search" in label]
+    there = list(single_device.WAYS) if is_simulated else [label for label in single_device.WAYS if label not in graphs]
     assert [row.variant for row in found.rows if row.quantity == "step"] == there
     assert list(found.facts["missing"]) == ([] if is_simulated else graphs)
     assert all(len(row.values) == few.rounds for row in found.rows)
@@ -264,6 +257,15 @@ def test_a_step_with_fused_updates_shows_them_behind_their_weight_gradients() ->
         kind for kind, *_ in sorted(step["boxes"], key=lambda box: box[2]) if kind in (one_step.WEIGHT, one_step.UPDATE)
     ]
     assert kinds.count(one_step.UPDATE) == 1 + kinds.count(one_step.WEIGHT), "optimizer.step() is the last"
+
+
+def test_a_step_has_the_threads_and_the_fusion_of_the_setting_that_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[int]()
+    monkeypatch.setattr(one_step, "loss_of", lambda *both: (threads.append(torch.get_num_threads()), loss_of(*both))[1])
+    one_step.middle_step(LINEAR, 0, 2, two=True, forward=2)
+    assert threads == [1] + [2] * (one_step.WARM_UP_STEPS + one_step.STEPS - 1), "the first step has the main stream's"
+    plain = one_step.middle_step(LINEAR, 0, 2, two=False, fused=True)
+    assert [kind for kind, *_ in plain["boxes"]].count(one_step.UPDATE) > 1, "optimizer.step() is the last"
 
 
 def test_a_main_thread_that_waits_is_drawn_white() -> None:

@@ -9,18 +9,8 @@ from rich.console import Console
 
 from retime.recipes.core.claims import Claim, judged
 from retime.recipes.core.results import Result
-from retime.recipes.ooo import claims
-from retime.recipes.ooo.counted_networks import (
-    JOINT,
-    ONE,
-    PAPERS,
-    READY,
-    counted_network,
-    forward_ms,
-    issue_waits_ms,
-    memory_by_layer,
-    simulated_plans,
-)
+from retime.recipes.ooo import claims, counted_networks
+from retime.recipes.ooo.counted_networks import JOINT, ONE, PAPERS, READY, counted_network, simulated_plans
 from retime.recipes.ooo.two_streams import (
     BLOCK_4_MORE,
     EXECUTION,
@@ -99,7 +89,10 @@ def test_figure_2_at_full_size(ran) -> None:
     recipe, result = ran("ooo_fig2", f"networks=['{MIDDLE}']")
     for point in result.points:
         network = counted_network(point.at["network"], 32)
-        for quantity, values in ((WAIT, issue_waits_ms(network)), (EXECUTION, forward_ms(network))):
+        for quantity, values in (
+            (WAIT, counted_networks.issue_waits_ms(network)),
+            (EXECUTION, counted_networks.forward_ms(network)),
+        ):
             assert [point.values(b, quantity)[0] for b in BLOCKS] == pytest.approx(values, abs=1e-4)
         times = point.facts["kernels: start and end (ms)"]
         assert len(times) == 2 * sum(point.facts["kernels by block"])
@@ -147,7 +140,7 @@ def test_figure_9(ran) -> None:
     (point,) = result.points
     network = counted_network(WIDE, 2, image_size=64)
     plans = simulated_plans(network, (JOINT, PAPERS))
-    curves = {name: memory_by_layer(run.timeline) for name, run in plans.items()}
+    curves = {name: counted_networks.memory_by_layer(run.timeline) for name, run in plans.items()}
     assert point.facts["layers"] == [*range(121, 1, -1)]
     for name in (PAPERS, JOINT):
         more = [curves[name][layer] - curves[ONE][layer] for layer in curves[ONE]]
