@@ -21,6 +21,8 @@ from support.memory_budget import (
     CLASSES,
     OFFLOAD_LATER,
     SHALLOW,
+    SMALL,
+    Net,
     ShallowNet,
     assert_close,
     assert_same,
@@ -52,7 +54,7 @@ class Measured(ShallowNet):
 
     def __init__(self, large: bool = False) -> None:
         super().__init__()
-        self.large = large
+        self.net, self.large = Net().net if large else self.net, large
         self.f1 = MulticlassF1Score(CLASSES)
         self.logged_value = MulticlassPrecision(CLASSES)
         self.updated = MulticlassAccuracy(CLASSES)
@@ -125,7 +127,7 @@ LARGE_LATER = pytest.mark.parametrize("large", [False, pytest.param(True, marks=
 def test_metrics(way: str, large: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")
-        module = assert_same_lines(lambda: Measured(large), way)
+        module = assert_same_lines(lambda: Measured(large), way, SMALL if large else SHALLOW)
     assert "forward" not in module.f1.__dict__, "metrics are left as they were made"
     assert torch.equal(module.f1(torch.arange(4), torch.arange(4)), torch.tensor(1.0))
 
@@ -135,7 +137,7 @@ class LearnsFromMetrics(ShallowNet):
 
     def __init__(self, large: bool) -> None:
         super().__init__()
-        self.large = large
+        self.net, self.large = Net().net if large else self.net, large
         self.error = MeanSquaredError()
         self.r2 = R2Score()
 
@@ -155,7 +157,7 @@ class LearnsFromMetrics(ShallowNet):
 def test_a_metric_as_the_loss(way: str, large: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")
-        assert_same_lines(lambda: LearnsFromMetrics(large), way, budget=SHALLOW + 40_000 * large)
+        assert_same_lines(lambda: LearnsFromMetrics(large), way, SMALL + 40_000 if large else SHALLOW)
 
 
 class Nonlinear(ShallowNet):
