@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 @dataclass(frozen=True, repr=False)
 class Bound:
-    """What numbers an argument may be: ``Annotated[int, AtLeast(1)]``."""
+    """Bound on the numbers that an argument may be: ``Annotated[int, AtLeast(1)]``."""
 
     text: str
     compare: Callable[[Any, Any], Any]
@@ -93,7 +93,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def is_checkable(hint: Any) -> bool:
-    """Whether values can be told from the annotation."""
+    """Return whether values can be told from the annotation."""
     parts = _parts(hint)
     if parts:
         return all(map(is_checkable, parts))
@@ -104,12 +104,12 @@ def is_checkable(hint: Any) -> bool:
 
 
 def _is_alike(value: Any, choice: Any) -> bool:
-    """Whether a value is of a choice's kind: a text of numpy's is one too, True is no 1."""
+    """Return whether a value is of a choice's kind: a text of numpy's is one too, True is no 1."""
     return isinstance(value, type(choice)) and isinstance(value, bool) == isinstance(choice, bool)
 
 
 def accepts(value: Any, hint: Any, *, bounds: bool = True) -> bool:
-    """Whether an argument with this annotation may have the value; without ``bounds`` only its type counts."""
+    """Return whether an argument with this annotation may have the value; without ``bounds`` only its type counts."""
     if not is_checkable(hint):
         return True
     if any_of := _parts(hint):
@@ -179,7 +179,7 @@ _NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: 
 
 
 def describe(hint: Any) -> str:
-    """What values an annotation allows, for an error's text."""
+    """Describe the values that an annotation allows, for an error's text."""
     if any_of := _parts(hint):
         *most, last = (describe(part) for part in any_of)
         return f"{', '.join(most)}{',' if last == 'None' else ''} or {last}"

@@ -22,7 +22,7 @@ class Owned(Enum):
 
 
 class Together(Enum):
-    """What becomes of two mechanisms in one step."""
+    """Outcome of two mechanisms in one step."""
 
     COMPOSE = "yes"
     ASIDE = "steps aside"
@@ -42,7 +42,7 @@ class _Rights:
 
 
 class Mechanism(Enum):
-    """What can be put together, by its name in messages."""
+    """Mechanism that can be put together with others, by its name in messages."""
 
     BACKWARD_FUSION = "backward fusion"
     FORWARD_FUSION = "forward fusion"
@@ -68,7 +68,7 @@ class Mechanism(Enum):
 
     @property
     def owns(self) -> frozenset[Owned]:
-        """What no other mechanism can have beside it."""
+        """Parts of a step that no other mechanism can have beside it."""
         return _RIGHTS[self].owns
 
 
@@ -148,7 +148,7 @@ _SENTENCES = {
 
 
 def together(first: Mechanism, second: Mechanism) -> Together:
-    """What becomes of these two in one step, whichever was there before."""
+    """Decide what becomes of these two in one step, whichever was there before."""
     one, other = _RIGHTS[first], _RIGHTS[second]
     if one.owns & other.owns or {one.ranks, other.ranks} == {True, False}:
         return Together.REFUSED
@@ -185,6 +185,6 @@ def refuse(wanted: Mechanism, there: Iterable[Mechanism]) -> None:
 
 
 def why_aside(wanted: Mechanism, there: Iterable[Mechanism]) -> str | None:
-    """Why a mechanism lets steps run the plain way beside those that are there; None if it need not."""
+    """Reason why a mechanism lets steps run the plain way beside those that are there; None if it need not."""
     reasons = (why_not(wanted, other) for other in there if together(wanted, other) is Together.ASIDE)
     return next(reasons, None)

@@ -119,7 +119,7 @@ def _warn(text: str, category: type[UserWarning], every_rank: bool) -> None:
 
 
 def is_library(module: str) -> bool:
-    """Whether a module of this name belongs to a library, and its lines are not the user's."""
+    """Return whether a module of this name belongs to a library, and its lines are not the user's."""
     return module.partition(".")[0] in _LIBRARIES
 
 
@@ -187,7 +187,7 @@ class Report:
 
     @property
     def headline(self) -> str:
-        """What was done, in one line."""
+        """Summary of what was done, in one line."""
         return self.what_was_done()[0]
 
     @property

@@ -109,7 +109,7 @@ _TIMEOUT_S = 120
 
 
 class NoLibraryError(RuntimeError):
-    """Why a library is not there."""
+    """Reason why a library is not there."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Source:
 
     @property
     def shipped(self) -> Path:
-        """Where the library lies if the wheel has one that was made of these files, for this torch and machine."""
+        """Path of the library if the wheel has one that was made of these files, for this torch and machine."""
         return self.folder / f"{self._key()}.so"
 
     def library(self) -> ctypes.CDLL | NoLibraryError:

@@ -26,7 +26,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether the tensor is a strided window on one storage, with nothing hidden beside it."""
+    """Return whether the tensor is a strided window on one storage, with nothing hidden beside it."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout == torch.strided
@@ -50,12 +50,12 @@ def tensors_in(tree: object) -> list[Tensor]:
 
 
 def _held_by(leaf: object) -> list[object]:
-    """What a container that torch's pytrees do not know holds, such as a mapping of tokens or a dataclass."""
+    """Content of a container that torch's pytrees do not know, such as a mapping of tokens or a dataclass."""
     return list((leaf if isinstance(leaf, Mapping) else attributes_of(leaf)).values())
 
 
 def attributes_of(leaf: object) -> dict[str, Any]:
-    """What an object that is no container and no code keeps under names, in slots too."""
+    """Attributes that an object that is no container and no code keeps under names, in slots too."""
     if isinstance(leaf, type | nn.Module | Tensor) or callable(leaf):
         return {}
     slots = chain.from_iterable(getattr(kind, "__slots__", ()) for kind in type(leaf).__mro__)
@@ -75,7 +75,7 @@ def storage_keys(tensors: Iterable[Tensor]) -> set[int]:
 
 @dataclass(frozen=True)
 class Window:
-    """How a tensor looks at its storage: dtype, size and stride in elements, and the two lazy flags."""
+    """View of a tensor on its storage: dtype, size and stride in elements, and the two lazy flags."""
 
     dtype: torch.dtype
     size: torch.Size

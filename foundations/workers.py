@@ -301,7 +301,7 @@ def _serve(channel: Connection, cores: Sequence[int] = (), environment: Mapping[
 
 
 def _answer_of(served: Any) -> Answer:
-    """What a server returned, or the methods of what it returned."""
+    """Callable that a server returned, or one that calls the methods of what it returned."""
     return served if callable(served) else lambda request: getattr(served, request["do"])(request)
 
 

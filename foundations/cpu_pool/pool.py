@@ -135,7 +135,7 @@ class PoolReport(Report):
 
 @dataclass(frozen=True)
 class PoolRequest:
-    """What one user asks of the pool.
+    """Request of one user to the pool.
 
     Attributes:
         limit: bytes of live and retained memory together; None leaves it to ``slack``.
@@ -299,7 +299,7 @@ class MemoryPool:
             _REQUESTS.change(self._library, self._user, self._request)
 
     def counts(self) -> PoolCounts:
-        """What the pool holds.
+        """Count what the pool holds.
 
         Raises:
             RuntimeError: it is not installed.
@@ -330,7 +330,7 @@ class MemoryPool:
 
     @property
     def installed(self) -> bool:
-        """Whether this object has installed it."""
+        """Return whether this object has installed it."""
         return self._user is not None
 
     @property

@@ -69,7 +69,7 @@ class RankAgreement:
         return float(decision[0])
 
     def each_makes(self, make: Callable[[], T], undo: Callable[[T], Any], doing: str) -> T:
-        """What ``make`` made on this rank; undone if it failed on another, and this is closed if it failed on any.
+        """Return what ``make`` made here; undone if it failed on another rank, and this is closed if it failed on any.
 
         Raises:
             Exception: as :meth:`largest`.
@@ -120,7 +120,7 @@ class RankLostError(RuntimeError):
 
 
 def is_lost_message(error: BaseException) -> bool:
-    """Whether torch's error says that a message of another rank did not come."""
+    """Return whether torch's error says that a message of another rank did not come."""
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)
 
 
@@ -164,7 +164,7 @@ class RankProcesses:
         }
 
     def explain(self, error: BaseException) -> str | None:
-        """Which rank was lost, if that is what torch's error is about; those of other machines are not seen to end."""
+        """Name the rank that was lost, if torch's error is about that; those of other machines are not seen to end."""
         text = str(error)
         _, named, inner = text.partition(f"{RankLostError.__name__}: ")
         if named:  # ours, as a callback of torch's passes it on

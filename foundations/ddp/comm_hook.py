@@ -97,7 +97,7 @@ def start_mean(
 
 
 def is_exact(ranks: int) -> bool:
-    """Whether the reciprocal of this number is exact."""
+    """Return whether the reciprocal of this number is exact."""
     return ranks & (ranks - 1) == 0
 
 
@@ -135,7 +135,7 @@ class MeanOfBuckets:
 
 
 def _note(places: dict[int, int], parameter: Tensor) -> None:
-    """Where a gradient is before DDP sees it; by identity, as the table must not hold what holds the hook."""
+    """Note where a gradient is before DDP sees it; by identity, as the table must not hold what holds the hook."""
     if parameter.grad is not None:
         places[id(parameter)] = parameter.grad.data_ptr()
 
@@ -243,7 +243,7 @@ _IN_MODEL = "_retime_comm_hook"
 
 
 class HookOwner(Protocol):
-    """What reduces a model's gradients."""
+    """Owner of a communication hook: it reduces a model's gradients."""
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to reduce a bucket that is full; the future's value takes the place of its buffer."""
@@ -279,7 +279,7 @@ class CommHook:
         return model
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether this is that model's slot."""
+        """Return whether this is that model's slot."""
         return self._model() is model
 
     def take(self, owner: HookOwner, name: str, instead: str) -> None:
@@ -328,7 +328,7 @@ class CommHook:
                 reducer.close()
 
     def mean(self) -> MeanOfBuckets:
-        """What divides buckets as DDP does; an owner that needs it asks before the first backward pass."""
+        """Return what divides buckets as DDP does; an owner that needs it asks before the first backward pass."""
         if self._mean is None:
             self._mean = MeanOfBuckets(self._living)
         return self._mean
@@ -342,7 +342,7 @@ class CommHook:
         return self.reduce_as_ddp(bucket)
 
     def reduce_as_ddp(self, bucket: GradBucket, reducer: Reducer | None = None) -> torch.futures.Future[Tensor]:
-        """What DDP does without a hook: divide by the number of ranks, then sum; by this reducer, if there is one."""
+        """Do as DDP does without a hook: divide by the number of ranks, then sum; by this reducer, if there is one."""
         return self.mean().start(bucket, self._now(reducer), self.ranks)
 
     def sum(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -122,7 +122,7 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
 
 
 def is_declared(optimizer: Optimizer) -> bool:
-    """Whether somebody has promised that this optimizer's class treats every parameter on its own."""
+    """Return whether somebody has promised that this optimizer's class treats every parameter on its own."""
     return type(optimizer) in _declared
 
 
@@ -177,12 +177,12 @@ def why_not_this_zero_grad(optimizer: Optimizer) -> str | None:
 
 
 def is_torchs_zero_grad(method: Callable[..., Any]) -> bool:
-    """Whether this bound method only clears or zeroes gradients."""
+    """Return whether this bound method only clears or zeroes gradients."""
     return getattr(method, "__func__", None) is _TORCHS_ZERO_GRAD
 
 
 def is_fused_step(step: object) -> bool:
-    """Whether ``step`` is, or wraps, a method by which a fusion has taken over an optimizer."""
+    """Return whether ``step`` is, or wraps, a method by which a fusion has taken over an optimizer."""
     replaced = getattr(step, "_retime_fused", None)
     return isinstance(replaced, ReplacedMethod) and replaced.active
 
@@ -224,7 +224,7 @@ class FusedAdam:
 
     @classmethod
     def of(cls, optimizer: Optimizer, step: Callable[..., Any], group: Mapping[str, Any]) -> FusedAdam | None:
-        """What updates this group's parameters as ``step`` would; None where it would do more than call the kernel.
+        """Updater of this group's parameters in place of ``step``; None where that would do more than call the kernel.
 
         Args:
             optimizer: whose state is used.
@@ -285,7 +285,7 @@ class FusedAdam:
 
 @functools.cache
 def is_the_same_here() -> bool:
-    """Whether ``step`` of this torch gives the bits that the kernel alone does: three steps of small optimizers."""
+    """Return whether ``step`` of this torch gives the bits of the kernel alone: three steps of small optimizers."""
     with without_dispatch_modes():
         return all(
             _same(kind, amsgrad=amsgrad, maximize=maximize)

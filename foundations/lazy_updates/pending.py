@@ -114,7 +114,7 @@ class PartialOptimizer:
         return kernel.update(parameters)
 
     def is_outdated(self, optimizer: Optimizer) -> bool:
-        """Whether hyper-parameters of the groups seen here were changed since."""
+        """Return whether hyper-parameters of the groups seen here were changed since."""
         for mine, group in zip(self._groups, optimizer.param_groups, strict=False):
             for key, value in mine.items():
                 now = group.get(key)
@@ -324,7 +324,7 @@ class PendingUpdate:
             del parameter._retime_pending  # type: ignore[attr-defined]
 
     def _is_usual(self) -> bool:
-        """Whether a step could run here and now as it stands; the long way round costs as much as a small update."""
+        """Return whether a step could run here and now as it is; the long way round costs as much as a small update."""
         return not (
             torch.is_inference_mode_enabled()
             or torch.is_autocast_enabled(self.parameters[0].device.type)
@@ -346,12 +346,12 @@ def _surroundings_of_a_step(device_type: str, default_dtype: torch.dtype) -> Ite
 
 
 def is_pending(parameter: Tensor) -> bool:
-    """Whether an update of this parameter has not run yet."""
+    """Return whether an update of this parameter has not run yet."""
     return type(parameter) in _plain_class
 
 
 def pending_of(parameter: Tensor) -> PendingUpdate | None:
-    """What waits for the next read of this parameter, if anything."""
+    """Update that waits for the next read of this parameter, if any."""
     # another thread may settle it between two looks
     update: PendingUpdate | None = getattr(parameter, "_retime_pending", None) if is_pending(parameter) else None
     return update
@@ -393,7 +393,7 @@ def _settle_arguments(values: Iterable[Any]) -> bool:
 
 
 class _Watching:
-    """What the pending classes share."""
+    """Base that the pending classes share."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -460,7 +460,7 @@ def unwatchable_parameters(model: nn.Module) -> set[Tensor]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module's forward is compiled or scripted."""
+    """Return whether the module's forward is compiled or scripted."""
     return has_compile_mark(module) or isinstance(module, torch.jit.ScriptModule)
 
 

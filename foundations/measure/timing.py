@@ -35,7 +35,7 @@ EXPOSED = "exposed communication"
 
 @dataclass(frozen=True)
 class StepTiming:
-    """What one step's phases took, in milliseconds.
+    """Times of one step's phases, in milliseconds.
 
     Args:
         spans: one box a stretch of a phase, in order, plus one a stretch of exposed communication. Stretches outside
@@ -161,7 +161,7 @@ class StepTimer:
         self._hooks = []
 
     def timing(self) -> StepTiming:
-        """What the batches since the timer was made took; on CUDA this waits for the device.
+        """Timing of the batches since the timer was made; on CUDA this waits for the device.
 
         Time between two batches is left out: the second begins where the first ended.
 
@@ -216,7 +216,7 @@ class StepTimer:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """What one layer costs: milliseconds of forward (F), output gradient (O), weight gradient (W); gradient bytes."""
+    """Cost of one layer: milliseconds of forward (F), output gradient (O), weight gradient (W); gradient bytes."""
 
     name: str
     forward_ms: float
@@ -322,5 +322,5 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def speedup(reference: Sequence[float], other: Sequence[float]) -> Spread:
-    """How many times faster `other` is than `reference`: their ratio in each round, then its spread."""
+    """Speed-up of `other` over `reference`: their ratio in each round, then its spread."""
     return spread([before / after for before, after in zip(reference, other, strict=True)])

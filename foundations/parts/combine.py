@@ -108,7 +108,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Weighting:
-    """How to weigh the parts of a batch so that their losses add up to the batch's.
+    """Rule to weigh the parts of a batch by, so that their losses add up to the batch's.
 
     Args:
         kind: ``"mean"`` by samples, ``"sum"`` with weight 1, ``"count"`` by ``count`` of each part.
@@ -131,7 +131,7 @@ class Weighting:
         return weights_by([self], parts, samples)[0]
 
     def raw(self, parts: Sequence[Any], samples: Sequence[int]) -> list[Any]:
-        """What each part counts, before it is divided by the total: numbers, or scalars on the parts' device."""
+        """Count of each part, before it is divided by the total: numbers, or scalars on the parts' device."""
         if self.count is not None:
             return [self.count(part) for part in parts]
         return [1.0] * len(parts) if self.kind == "sum" else list(samples)
@@ -195,7 +195,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Whether the gradient of a batch is a weighted sum of those of its parts, and by which weights.
+    """Verdict on whether the gradient of a batch is a weighted sum of those of its parts, and by which weights.
 
     Attributes:
         weighting: how to weigh the parts; None where sub-batches would change the numbers.
@@ -242,7 +242,7 @@ class Certificate:
 
 
 def loss_weights(certificate: Certificate, parts: Sequence[Any], samples: Sequence[int] | None = None) -> list[float]:
-    """What to multiply the loss of each part by, so that the gradients add up to the batch's.
+    """Weight to multiply the loss of each part by, so that the gradients add up to the batch's.
 
     A part with weight 0 has nothing to learn from, and its loss may have no value (a mean over no tokens): leave its
     backward pass out. Counting takes one transfer from the device.
@@ -276,7 +276,7 @@ _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class WholeOutput:
-    """What a step returns for the parts of a batch, put together while they come.
+    """Output of a step for the parts of a batch, put together while they come.
 
     Of a tensor with one entry a sample only the whole batch's is kept, into which each part's entries are copied: all
     parts' tensors and then the joined one would need the memory twice.
@@ -318,7 +318,7 @@ class WholeOutput:
 
 
 def has_entries(leaf: Any, samples: int) -> bool:
-    """Whether an output is a tensor with one entry a sample."""
+    """Return whether an output is a tensor with one entry a sample."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples and has_storage(leaf)
 
 
@@ -391,7 +391,7 @@ def _joined(leaves: list[Any], samples: Sequence[int], weights: Sequence[float])
 
 
 def _alike(whole: Tensor, leaf: Tensor) -> bool:
-    """Whether entries can be copied from one to the other, and stay what they are."""
+    """Return whether entries can be copied from one to the other, and stay what they are."""
     return (whole.shape[1:], whole.dtype, whole.device) == (leaf.shape[1:], leaf.dtype, leaf.device)
 
 

@@ -53,7 +53,7 @@ class NotUnderstoodError(Exception):
 
 @dataclass(frozen=True)
 class Head:
-    """How a number for a batch comes from samples.
+    """Way in which a number for a batch comes from samples.
 
     Attributes:
         weightings: of parts, so that their numbers add up; several have to weigh the parts of a batch alike. None: no
@@ -73,7 +73,7 @@ def head_of(
     loss: tuple[Tensor, Tensor] | None = None,
     values: bool = True,
 ) -> Head:
-    """What a number, as a step gave it for some samples and for fewer, is of its samples.
+    """Find the head of a number, as a step gave it for some samples and for fewer.
 
     Args:
         large: the run, and the number.
@@ -96,7 +96,7 @@ def head_of(
 
 
 def head_of_loss(large: RecordedRun, small: RecordedRun, altered: Iterable[RecordedRun | None]) -> Head:
-    """What a step's loss is of its samples, whatever values it reads.
+    """Find the head of a step's loss, whatever values it reads.
 
     Args:
         large, small: runs on some samples and on fewer.
@@ -247,7 +247,7 @@ class _Judge:
             self._collapsed(one, two, factor)
 
     def _chosen(self, one: Operation, rows: Operation, others: Operation, factor: float) -> None:
-        """What a mask of the batch chooses, in a sum or in a mean over all that it chooses."""
+        """Follow what a mask of the batch chooses, in a sum or in a mean over all that it chooses."""
         masks = rows.given.get("indices", [rows.given.get("mask")])
         whole = rows.given["self"]
         unclear = NotUnderstoodError(f"how many entries {one} has depends on values that {rows} chooses by")
@@ -327,7 +327,7 @@ class _Judge:
             raise NotUnderstoodError(f"samples of a batch influence one another in {mixing}, which {one} takes in")
 
     def _operands(self, one: Operation, two: Operation) -> Iterator[tuple[Operation, Operation]]:
-        """What both were given; shapes aside, which one sample may leave out."""
+        """Pairs of operands that both were given; shapes aside, which one sample may leave out."""
         given, other = (
             [without_views(operand) for operand in operation.operands() if operand.varies] for operation in (one, two)
         )
@@ -364,7 +364,7 @@ class _Judge:
             waiting += zip(one.operands(), two.operands(), strict=False)
 
     def _mixes_any(self, one: Operation, two: Operation) -> bool:
-        """Whether a sample's entries of a result may follow from another sample's."""
+        """Return whether a sample's entries of a result may follow from another sample's."""
         varying = ([operand for operand in operation.operands() if operand.varies] for operation in (one, two))
         pairs = zip(*varying, strict=True)
         return one.name != WRITTEN and any(self._mixes(one, two, given, other) for given, other in pairs)
@@ -430,7 +430,7 @@ def _ratio(one: Any, two: Any) -> float:
 
 
 def _known_value(constant: Operation | float) -> float:
-    """What a constant is; what is added to one without values, as numbers of samples are to metrics' counts."""
+    """Value of a constant; of one without, what is added to it, as numbers of samples are to metrics' counts."""
     if not isinstance(constant, Operation):
         return abs(float(constant))
     added = without_views(constant)
@@ -446,7 +446,7 @@ def _entries(operation: Operation) -> int:
 
 
 def _never(label: Operation, ignored: int) -> bool:
-    """Whether labels are computed so that none can be the ignored one."""
+    """Return whether labels are computed so that none can be the ignored one."""
     while label.name in ("_to_copy", "clone", "detach", "view", "_unsafe_view", "squeeze", "unsqueeze", "alias"):
         label = label.given["self"]
     if label.name == "remainder":
@@ -503,7 +503,7 @@ def _taken(given: Operation, filled: int | None = None) -> tuple[Operation, tupl
 
 
 def _counted(number: Operation, where: Operation) -> tuple[Count, bool]:
-    """What a number counts in the batch: entries of a mask, or that compare so, or a sum of weights.
+    """Find what a number counts in the batch: entries of a mask, or that compare so, or a sum of weights.
 
     Returns:
         The count, and whether the step compares entries with a number of its own.
@@ -535,7 +535,7 @@ def _counted(number: Operation, where: Operation) -> tuple[Count, bool]:
 
 
 def _mask_of(summed: Operation) -> Count | None:
-    """What a sum over samples leaves out, or multiplies its entries by; None where that is not in the batch."""
+    """Mask that a sum over samples leaves entries out by, or multiplies them by; None where it is not in the batch."""
     inner = summed.given.get("self")
     product = without_views(inner) if summed.name == "sum" and isinstance(inner, Operation) else summed
     factors = {"mul": product.operands(), "index": product.given.get("indices", ())}

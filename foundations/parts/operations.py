@@ -85,11 +85,11 @@ class PerturbedReads:
             raise
 
     def checked(self, error: BaseException) -> bool:
-        """Whether the step raised this because it checks values; otherwise it could not run on what it read."""
+        """Return whether the step raised this because it checks values; otherwise it could not run on what it read."""
         return error is self._refused or _raised_by_step(error)
 
     def instead_of(self, value: Any) -> Any:
-        """What the next read gives."""
+        """Value that the next read gives."""
         self._position += 1
         if (self._position not in self.which and self._position <= self.last) or _in_shortcut():
             return value
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._put(tensor, Operation("batch", {}, tuple(tensor.shape), True))
 
     def operation_of(self, tensor: Tensor) -> Operation:
-        """What gave this tensor."""
+        """Operation that gave this tensor."""
         storage, window = self._key(tensor)
         operation = self._results.get(storage, {}).get(window)
         if operation is None:
@@ -235,7 +235,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._results[storage] = {window: whole}
 
     def read(self, value: Any, tensor: Tensor | None) -> Any:
-        """What Python gets that reads a value; layers decide by those of micro-batches, and get them as they are."""
+        """Value that Python gets on a read; layers decide by those of micro-batches, and get them as they are."""
         self.values.append(value)
         if self.inside or tensor is None or not self.operation_of(tensor).varies:
             return value
@@ -243,11 +243,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value if self.altered is None else self.altered.instead_of(value)
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operation, or what hands all values of a tensor to Python, gives."""
+        """Result of an operation, or of what hands all values of a tensor to Python."""
         return func(*args, **kwargs)
 
     def _with_rows(self, result: Any, given: dict[str, Any]) -> Any:
-        """What samples' values choose, of which Python gets the shape; with some more where that is altered."""
+        """Rows that samples' values choose, of which Python gets the shape; with some more where that is altered."""
         if not any(one.varies for one in Operation("", given).operands()):
             return result
         self.chosen += 1
@@ -317,7 +317,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [self._noted(one) for one in value] if isinstance(value, list | tuple) else value
 
     def _put(self, tensor: Tensor, operation: Operation) -> None:
-        """What gave a tensor; another name for one that is there is that one."""
+        """Note the operation that gave a tensor; another name for one that is there is that one."""
         storage, window = self._key(tensor)
         self._results.setdefault(storage, {}).setdefault(window, operation)
 

@@ -42,7 +42,7 @@ _HOOK = "give a split_batch(batch, sub_batch) hook that returns the parts, of su
 
 
 def batch_size_of(batch: Any) -> int:
-    """How many samples a batch has: the first dimension of its tensors.
+    """Number of samples of a batch: the first dimension of its tensors.
 
     Scalars, and tensors whose first dimension is 1 beside others of more, have no batch dimension: they go to every
     part, as they would be broadcast. So does whatever is no tensor, but for lists of text of one entry a sample.
@@ -110,7 +110,7 @@ def part_of(batch: Any, which: slice | Tensor, samples: int) -> Any:
 
 
 def samples_in(batch: Any, split: Split = split_batch) -> int:
-    """How many samples a batch has by this way of splitting: a hook is asked for parts of one sample."""
+    """Number of samples of a batch by this way of splitting: a hook is asked for parts of one sample."""
     return batch_size_of(batch) if split is split_batch else len(split(batch, 1))
 
 
@@ -176,7 +176,7 @@ def leaves_of(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def _children(value: Any, path: str) -> list[tuple[str, Any, Any]] | None:
-    """What a container holds, as (place, key, child); None for a leaf."""
+    """Content of a container, as (place, key, child); None for a leaf."""
     if isinstance(value, Tensor | PackedSequence) or _is_flat(value):
         return None
     if isinstance(value, Mapping):
@@ -253,7 +253,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 
 
 def part_lengths(samples: int, count: int) -> list[int]:
-    """How many samples each of so many nearly equal parts has; larger first."""
+    """Number of samples of each of so many nearly equal parts; larger first."""
     size, larger = divmod(samples, count)
     return [size + (index < larger) for index in range(count)]
 

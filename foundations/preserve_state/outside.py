@@ -72,7 +72,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class GlobalsSnapshot:
-    """What such names are bound to when this is made.
+    """Values that such names are bound to when this is made.
 
     Found are functions that ``step`` reaches by its closures and global names, and methods of the model's modules and
     of what the step reaches. What Python, torch and Lightning bind themselves is their own affair.
@@ -228,7 +228,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class ExternalTensors:
-    """What runs of a step write into beside stand-ins: tensors, gradients of leaves, and generators' states.
+    """Objects that runs of a step write into beside stand-ins: tensors, gradients of leaves, and generators' states.
 
     Attributes and variables that are bound to other tensors are not seen, nor is what is no tensor. A tensor that is
     bound to other memory (``tensor.data = value``, ``tensor.set_(value)``) is.
@@ -353,7 +353,7 @@ def _declared(func: OpOverload) -> tuple[tuple[str, bool], ...]:
 
 
 def _leaves(value: object, kind: Any) -> Iterator[Any]:
-    """What of this kind an operator is given or returns, alone or in lists; every operator call comes by here."""
+    """Yield what of this kind an operator is given or returns, alone or in lists; every operator call comes by here."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):

@@ -90,11 +90,11 @@ class Replacement:
         self._reachable: tuple[nn.Module, ReachableState] | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What stands in for a parameter, a buffer, or a tensor of a batch or of an optimizer's state."""
+        """Stand-in for a parameter, a buffer, or a tensor of a batch or of an optimizer's state."""
         return self._of(tensor, self._convert)
 
     def at(self, place: Any) -> Any:
-        """What stands in for a tensor that modules hold, or for a tuple or a partial with some."""
+        """Stand-in for a tensor that modules hold, or for a tuple or a partial with some."""
         stand_in = self._known.get(id(place))  # this is done before every run that is timed
         return stand_in if stand_in is not None else replaced(place, lambda tensor: self._of(tensor, self._held))
 
@@ -107,7 +107,7 @@ class Replacement:
         return replaced_tensors(batch, self.of)
 
     def reachable(self, module: nn.Module) -> ReachableState:
-        """What ``module`` holds, looked for once; from then on its parameters and buffers have stand-ins."""
+        """State that ``module`` holds, looked for once; from then on its parameters and buffers have stand-ins."""
         if self._reachable is None or self._reachable[0] is not module:
             reachable = ReachableState(module.modules())
             for tensor in scripted(reachable):  # TorchScript keeps them where Python cannot put others
@@ -372,7 +372,7 @@ class ScratchModel:
         return changed
 
     def numbers(self) -> dict[tuple[int, str], float]:
-        """What modules' attributes, and names that the step binds, are now if they are numbers."""
+        """Values of modules' attributes, and of names that the step binds, where they are numbers now."""
         numbers = {} if self._saved.names is None else self._saved.names.numbers()
         for module in self._model.modules():
             named = vars(module).items()
@@ -427,7 +427,7 @@ class ScratchModel:
 
 
 def why_not_replaced(model: nn.Module, reachable: ReachableState | None = None) -> str:
-    """Which module keeps its parameters or buffers where others cannot be put in their place; empty if none does.
+    """Name the module that keeps parameters or buffers where others cannot be put in their place; empty if none does.
 
     Args:
         reachable: what the model holds, where that was looked for.

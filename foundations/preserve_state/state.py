@@ -146,7 +146,7 @@ class ReachableState:
 
 
 def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """What is to be at a place instead: a tensor, a tuple or a partial."""
+    """Replacement for what is at a place: a tensor, a tuple or a partial."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and _can_be_rebuilt(value):
@@ -171,7 +171,7 @@ def _is_generator(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an object's attributes are the model's own state."""
+    """Return whether an object's attributes are the model's own state."""
     if isinstance(value, _PLAIN_ALL_THE_SAME):
         return True
     if isinstance(value, (*_CODE, torch.optim.Optimizer)) or root_of(type(value)) in _FRAMEWORKS:
@@ -198,7 +198,7 @@ _LARGE_ARRAY = 2**20
 
 
 class Snapshot:
-    """What containers held when they were saved, states of random generators, and entries of small arrays.
+    """Content of containers when they were saved, states of random generators, and entries of small arrays.
 
     The containers, generators and arrays themselves stay the same objects. What nothing has changed is not touched.
     """
@@ -208,7 +208,7 @@ class Snapshot:
         self._restore: list[Callable[[], object]] = []
 
     def save(self, container: Any) -> None:
-        """What a dict, list, set, deque or :class:`Slots` holds now; nothing if it was saved before."""
+        """Save what a dict, list, set, deque or :class:`Slots` holds now; nothing if it was saved before."""
         if id(container) not in self._containers:
             content = dict(container) if isinstance(container, dict | Slots) else list(container)
             self._containers[id(container)] = container, content
@@ -275,7 +275,7 @@ def _put_back_array(array: Any) -> Callable[[], None]:
 
 
 class SavedState:
-    """What a model's modules hold beside tensors, and the global random generators, to be put back after a run.
+    """State that a model's modules hold beside tensors, and the global random generators, to be put back after a run.
 
     Saved are all attributes of all modules, with what dicts, lists, sets and deques in them hold, the attributes of
     objects in them, small NumPy arrays and random generators that they keep (see `ReachableState`), and the global
@@ -396,7 +396,7 @@ def seed_torch(seed: int) -> None:
 
 
 def nothing_compiled() -> bool:
-    """Whether this process has put nothing under ``torch.compile`` so far."""
+    """Return whether this process has put nothing under ``torch.compile`` so far."""
     return all(backend is None for backend in compiled_backends().values())  # None: torch.compiler.disable's
 
 
@@ -421,7 +421,7 @@ def uncompiled(met: Callable[[], object] | None = None) -> Iterator[None]:
 
 
 class CompiledCode:
-    """Where the compiled code of a training step runs, and the warning where it does not."""
+    """Guard of the compiled code of a training step: where it runs, and the warning where it does not."""
 
     def __init__(self) -> None:
         self._met = self._warned = self._ran = False

@@ -43,7 +43,7 @@ COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
 def has_rebuilt_buckets(model: DistributedDataParallel) -> bool:
-    """Whether DDP has put its buckets in the order in which gradients arrived, which it does after one step.
+    """Return whether DDP has put its buckets in the order in which gradients arrived, which it does after one step.
 
     Raises:
         PrivateNameError: this torch's DDP has no such attribute.
@@ -53,7 +53,7 @@ def has_rebuilt_buckets(model: DistributedDataParallel) -> bool:
 
 
 def joins_uneven_inputs(model: DistributedDataParallel) -> bool:
-    """Whether the model is inside of its ``join()`` context: ranks may run out of batches before others.
+    """Return whether the model is inside of its ``join()`` context: ranks may run out of batches before others.
 
     Raises:
         PrivateNameError: this torch's DDP has no such attribute.
@@ -73,7 +73,7 @@ def join_reader(model: DistributedDataParallel) -> Callable[[DistributedDataPara
 
 
 def divides_by_ranks_left(model: DistributedDataParallel) -> bool:
-    """Whether gradients are divided by the number of ranks that have batches: in ``join()``, if the user asked for it.
+    """Return whether gradients are divided by the count of ranks with batches: in ``join()``, if the user asked for it.
 
     A wrapper that is not the first in a ``Join`` of several objects does not count ranks, and divides by all.
 
@@ -157,7 +157,7 @@ def _torchs_runtime() -> tuple[Any, Any, dict[str, Any]]:
 
         @property
         def with_messages(self) -> Any:
-            """What each rank does, messages included."""
+            """Actions of each rank, messages included."""
             return self.pipeline_order_with_comms
 
     kinds = {"F": "FORWARD", "O": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT", "B": "FULL_BACKWARD"}
@@ -185,7 +185,7 @@ def _is_receive(action: Any) -> bool:
 def torch_pipeline_orders(
     name: str, ranks: int, micro_batches: int, chunks: int
 ) -> tuple[dict[int, list[PipelineAction]], tuple[int, ...]]:
-    """What a schedule of torch's own does, by rank, and the rank of each stage.
+    """Orders of a schedule of torch's own, by rank, and the rank of each stage.
 
     Args:
         name: as torch has it, such as ``"Interleaved1F1B"``.

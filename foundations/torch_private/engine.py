@@ -139,7 +139,7 @@ _MARKS = ("_torchdynamo_orig_callable", "_compiler_ctx")
 
 
 def has_compile_mark(module: nn.Module) -> bool:
-    """Whether the module is compiled, in itself or wrapped, or is one that Lightning compiled."""
+    """Return whether the module is compiled, in itself or wrapped, or is one that Lightning compiled."""
     return (
         compiled_call(module) is not None
         or isinstance(module, _OptimizedModule)
@@ -219,12 +219,12 @@ _REDUCTION, _IGNORED, _CLASS_WEIGHT = "_saved_reduction", "_saved_ignore_index",
 
 
 def saves_any(node: Node, names: tuple[str, ...]) -> bool:
-    """Whether a node saved a tensor under one of these names, such as ``result``."""
+    """Return whether a node saved a tensor under one of these names, such as ``result``."""
     return any(hasattr(node, RAW_SAVED + name) for name in names)
 
 
 def loss_choices(node: Node) -> tuple[Any, Any, bool]:
-    """How the node of a loss reduces, which class it ignores and whether it weighs classes; None where it has none."""
+    """Reduction of a loss's node, the class that it ignores and whether it weighs classes; None where it has none."""
     weight = getattr(node, _CLASS_WEIGHT, None)
     return getattr(node, _REDUCTION, None), getattr(node, _IGNORED, None), getattr(weight, "data", None) is not None
 

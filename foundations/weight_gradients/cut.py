@@ -54,7 +54,7 @@ USED_TWICE = "it reads an input more than once, and gradients would add up in an
 
 
 def is_leaf(node: Node) -> bool:
-    """Whether the node adds a gradient into a leaf tensor."""
+    """Return whether the node adds a gradient into a leaf tensor."""
     return hasattr(node, "variable")
 
 
@@ -382,11 +382,11 @@ class BufferedGradients:
                 own_parameters(module)[name] = parameter
 
     def run_now(self) -> bool:
-        """Whether the running backward pass brings one of them a gradient."""
+        """Return whether the running backward pass brings one of them a gradient."""
         return any(will_execute(get_gradient_edge(s).node) for _, s in self._pairs)
 
     def is_torn(self) -> bool:
-        """Whether the running backward pass brings a parameter gradients beside those of its stand-in."""
+        """Return whether the running backward pass brings a parameter gradients beside those of its stand-in."""
         return any(
             will_execute(get_gradient_edge(s).node) and will_execute(get_gradient_edge(p).node) for p, s in self._pairs
         )
@@ -484,7 +484,7 @@ def leave(call: Call, output: Any) -> list[Tensor]:
 
 
 def why_whole(call: Call, output: Any, outputs: list[Tensor]) -> str | None:
-    """Why the model must get this call's outputs as they are; None: a single one can be replaced."""
+    """Reason why the model must get this call's outputs as they are; None: a single one can be replaced."""
     if any(version_of(tensor) != version for tensor, version in zip(call.originals, call.versions, strict=True)):
         return CHANGES_INPUT
     if len(outputs) > 1:
@@ -508,7 +508,7 @@ class Anchor:
         self._node = get_gradient_edge(self._leaf).node
 
     def is_whole(self) -> bool:
-        """Whether the running backward pass is for all leaves: ``grad(inputs=...)`` wants no weight gradient."""
+        """Return whether the running backward pass is for all leaves: ``grad(inputs=...)`` wants no weight gradient."""
         return bool(will_execute(self._node))
 
     def cut(self, call: Call, output: Any, tensor: Tensor, notify: OnOutputGradient) -> tuple[Node, Any]:

@@ -81,7 +81,7 @@ class WaitingPass:
         self._waiting.setdefault(waiting.layer, {}).setdefault(graph_task_id(), []).append(waiting)
 
     def buffered_of(self, layer: Layer) -> BufferedGradients:
-        """What stands for this layer's parameters; the same in all forward passes of this pass."""
+        """Stand-ins for this layer's parameters; the same in all forward passes of this pass."""
         if layer not in self.buffered:
             self.buffered[layer] = BufferedGradients(layer, self._note_backward)
         return self.buffered[layer]
@@ -95,7 +95,7 @@ class WaitingPass:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a backward pass can still come: some graph lives, and none has gone through it for good."""
+        """Return whether a backward pass can still come: some graph lives, and none has gone through it for good."""
         return self._keeps_graph or any(not forward.is_over for forward in self.forwards)
 
     def waiting(self) -> set[Layer]:
@@ -337,7 +337,7 @@ class Guard:
 
 
 def roots_of(output: Any) -> list[Tensor]:
-    """What a model returns and computed; a hook on a leaf would stay."""
+    """Tensors that a model returns and computed; a hook on a leaf would stay."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
 
 
@@ -377,7 +377,7 @@ class FirstPass:
 
     @property
     def is_on(self) -> bool:
-        """Whether the forward pass under way runs as ever."""
+        """Return whether the forward pass under way runs as ever."""
         return self.is_watching or self.is_looking
 
     def begin(self, args: Any, kwargs: Any, *, any_waits: bool) -> None:

@@ -253,12 +253,12 @@ class SplitBackward:
 
     @property
     def layers_in_order(self) -> dict[str, int]:
-        """How many layers cannot wait, by reason."""
+        """Number of layers that cannot wait, by reason."""
         return dict(Counter(layer.why_in_order for layer in self.layers if layer.why_in_order is not None))
 
     @property
     def buffered_layers(self) -> dict[str, int]:
-        """How many layers' weight gradients are computed in order and handed on later, by reason."""
+        """Number of layers whose weight gradients are computed in order and handed on later, by reason."""
         return dict(
             Counter(la.why_buffered for la in self.layers if la.why_in_order is None and la.why_buffered is not None)
         )
@@ -338,7 +338,7 @@ class WeightGradientDeferral:
 
     @property
     def k(self) -> int:
-        """How many blocks wait; all, where it is above their number."""
+        """Number of blocks that wait; all, where it is above their number."""
         return self._k
 
     @k.setter
