@@ -50,7 +50,7 @@ class BudgetError(ScheduleError, RuntimeError):
 
 
 class BlockKind(StrEnum):
-    """What a data block holds."""
+    """Kind of data that a block holds."""
 
     INPUT = "input"
     """A part of the batch: it comes from the host and never needs to be offloaded."""
@@ -65,7 +65,7 @@ class BlockKind(StrEnum):
 
 
 class Phase(StrEnum):
-    """Which part of the step a task belongs to."""
+    """Part of the step that a task belongs to."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -153,7 +153,7 @@ class TaskGraph:
             written.update(task.writes)
 
     def resident_bytes(self, samples: int) -> int:
-        """What stays in device memory throughout: S_W of Eq. 7, with gradients and optimizer states."""
+        """Bytes that stay in device memory throughout: S_W of Eq. 7, with gradients and optimizer states."""
         return sum(block.size_bytes(samples) for block in self.blocks.values() if block.kind in STAYS)
 
 
@@ -167,7 +167,7 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """How one training step stays inside a budget.
+    """Plan by which one training step stays inside a budget.
 
     Args:
         sub_batch: samples that go through the model at once; the last sub-batch of a batch may have fewer.

@@ -22,7 +22,7 @@ _NOTHING_MS = 1e-9  # sums of floats that should be equal differ by less
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer takes on one device.
+    """Cost of one layer on one device.
 
     Args:
         forward_ms: F; with updates that run just before it, these too.
@@ -64,7 +64,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Communication:
-    """How the buckets get onto the link.
+    """Rules by which the buckets get onto the link.
 
     Args:
         buckets: every layer with parameters in exactly one.
@@ -87,7 +87,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class DataParallelTimeline:
-    """What :func:`simulate_data_parallel` found.
+    """Result of :func:`simulate_data_parallel`.
 
     Args:
         step_ms: of a step in steady state: from the end of one forward pass to the end of the next one.

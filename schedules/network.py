@@ -102,7 +102,7 @@ class Cluster:
 
 
 def _ring(members: int) -> float:
-    """How many times its own size a message crosses each link of a ring."""
+    """Number of times its own size that a message crosses each link of a ring."""
     return 2 * (members - 1) / members
 
 

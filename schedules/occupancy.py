@@ -55,7 +55,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Device:
-    """What two streams share.
+    """Device that two streams share.
 
     Args:
         capacity: thread blocks that run at once, or cores.
@@ -120,7 +120,7 @@ class RegionRun:
 
 @dataclass(frozen=True)
 class TwoStreamTimeline:
-    """What :func:`simulate_two_streams` found.
+    """Result of :func:`simulate_two_streams`.
 
     Args:
         timeline: spans, times and memory; a span includes setting up the task's kernels. ``busy_ms`` is a stream's time
@@ -139,7 +139,7 @@ class TwoStreamTimeline:
 
     @property
     def makespan_ms(self) -> float:
-        """When the last task ends."""
+        """Time at which the last task ends."""
         return self.timeline.makespan_ms
 
 
@@ -225,7 +225,7 @@ class _Piece:
 
 
 class _Stream:
-    """Where a stream is: the kernel that it sets up or runs, and what is left of it."""
+    """State of a stream: the kernel that it sets up or runs, and what is left of it."""
 
     def __init__(self, name: str, tasks: Sequence[Task], kernels: Mapping[Task, Sequence[Kernel]], device: Device):
         self.name, self.limit = name, device.limit(name)

@@ -32,7 +32,7 @@ _FORM_IN_WORDS = (
 
 
 class Kind(StrEnum):
-    """What a task does; the letter is its text form."""
+    """Kind of task; the letter is its text form."""
 
     F = "F"
     """Forward of a layer."""

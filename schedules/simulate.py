@@ -17,7 +17,7 @@ Costs = Mapping[str, float] | Callable[[Task], float]
 
 @dataclass(frozen=True)
 class Timeline:
-    """What :func:`simulate` found.
+    """Result of :func:`simulate`.
 
     Args:
         spans: one box a task, in starting order within each lane; the category is the kind in words.

@@ -91,7 +91,7 @@ class TwoStreamSchedule:
 
     @property
     def needs(self) -> Needs:
-        """What each task needs: :func:`dependencies`, and on the sub-stream the end of the region before its own."""
+        """Needs of each task: :func:`dependencies`, and on the sub-stream the end of the region before its own."""
         needs = {task: list(wanted) for task, wanted in dependencies(self.schedule).items()}
         for before, tasks in zip(self.regions, self.sub[1:], strict=False):
             for task in tasks[:1]:
@@ -147,7 +147,7 @@ class SubStreamTask:
 
 @dataclass(frozen=True)
 class Profile:
-    """What section 4.1, step 1 measures.
+    """Measurements of section 4.1, step 1.
 
     Args:
         main_ms: each main-stream task alone; a region's sum is ``T_main(R[i])``.

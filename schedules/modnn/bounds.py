@@ -32,7 +32,7 @@ class SizedAlgorithm(NamedTuple):
 
 @dataclass(frozen=True)
 class Structure:
-    """What does not depend on the sub-batch size.
+    """Part of a task graph that does not depend on the sub-batch size.
 
     Blocks are numbered; those that stay in device memory and empty ones are left out.
 
@@ -57,7 +57,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class SizedGraph(Structure):
-    """What :func:`size_graph` makes.
+    """Result of :func:`size_graph`.
 
     Args:
         before_ms: by task, the time of all earlier ones with the fastest algorithms; one more entry for the total.

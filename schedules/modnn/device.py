@@ -17,7 +17,7 @@ COMPUTE, TRANSFER = "compute", "transfer"
 
 
 class Direction(StrEnum):
-    """Why a block is copied."""
+    """Reason why a block is copied."""
 
     OFFLOAD = "offload"
     """Device to host."""
@@ -244,7 +244,7 @@ class Device:
                 self.on_host[block] = False
 
     def is_away(self, block: int) -> bool:
-        """Whether the host alone holds the block's value."""
+        """Return whether the host alone holds the block's value."""
         return self.on_host[block] and self.segment[block] is None
 
     def fetch_deadline_ms(self, *, nearest_only: bool) -> float:

@@ -18,7 +18,7 @@ from retime.schedules.modnn.resources import Segment, offload_runs
 
 @dataclass(frozen=True)
 class Techniques:
-    """Which parts of the scheduling are on.
+    """Parts of the scheduling that are on.
 
     Args:
         algorithms: ``"gain"`` chooses by Eq. 10; ``"fastest"`` takes the fastest for which memory can be had, as vDNN
@@ -380,7 +380,7 @@ def is_due(device: Device, task: int, end_ms: float, techniques: Techniques) -> 
 
 
 def is_useful(device: Device, task: int, later: int, blocks: list[int], *, spare_unused: bool) -> bool:
-    """Whether no defragmentation is expected from ``task`` to ``later``, which would undo the prefetch (line 16).
+    """Return whether no defragmentation that would undo the prefetch is expected from ``task`` to ``later`` (line 16).
 
     The paper's prediction: of what is on the device, only blocks that may not leave count as occupying memory, that is
     those not used since they came (criterion 1); and all prefetches on the way are made, this one included. A

@@ -46,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a batch is trained inside a budget.
+    """Plan by which a batch is trained inside a budget.
 
     Args:
         sub_batch: samples of each round; the last one may have fewer.

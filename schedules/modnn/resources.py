@@ -190,11 +190,11 @@ class TransferLane:
 
     @property
     def free_ms(self) -> float:
-        """When the last copy so far ends."""
+        """Time at which the last copy so far ends."""
         return self._ends[-1] if self._ends else 0.0
 
     def place(self, requests: Iterable[tuple[float, float]]) -> list[float]:
-        """When copies would start, in milliseconds; nothing is booked.
+        """Times at which copies would start, in milliseconds; nothing is booked.
 
         Args:
             requests: for each copy, in order, the earliest start and the duration.

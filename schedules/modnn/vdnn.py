@@ -11,7 +11,7 @@ _UNBOUNDED = 1 << 62
 
 
 def is_convolution(task: GraphTask) -> bool:
-    """Whether a task is taken for a convolution: it has a choice of algorithms, or is called one."""
+    """Return whether a task is taken for a convolution: it has a choice of algorithms, or is called one."""
     return len(task.algorithms) > 1 or "conv" in task.name.lower()
 
 

@@ -27,7 +27,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Rule:
-    """How the list scheduler decides between tasks that are ready.
+    """Rule by which the list scheduler decides between tasks that are ready.
 
     Among forward passes the deepest stage comes first, among gradients the earliest micro-batch.
 
@@ -148,7 +148,7 @@ _Cell = tuple[Kind, int, int]  # kind, stage from 0, micro-batch
 
 
 def _urgency(kind: Kind, stage: int, batch: int) -> tuple[int, int]:
-    """What decides within a kind: the least comes first."""
+    """Key that decides within a kind: the least comes first."""
     return (-stage, batch) if kind is Kind.F else (batch, -stage)
 
 

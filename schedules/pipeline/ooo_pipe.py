@@ -159,7 +159,7 @@ def fastest_list_schedule(
 
 
 def _holds(caps: tuple[float, ...], placement: Placement, costs: StageCosts, micro_batches: int) -> bool:
-    """Whether all micro-batches' activations fit at once."""
+    """Return whether all micro-batches' activations fit at once."""
     return all(cap >= micro_batches * least for cap, least in zip(caps, least_cap(placement, costs), strict=True))
 
 
@@ -202,7 +202,7 @@ def joined_gradients(schedule: Schedule, placement: Placement, costs: StageCosts
     table = hop_table(hops, placement.ranks)
 
     def needed_ms(task: Task) -> float:
-        """When the output gradient of a task has to leave, so that who needs it begins no later."""
+        """Time at which the output gradient of a task has to leave, so that who needs it begins no later."""
         for kind in (Kind.O, Kind.W) if task.layer > 1 else ():  # the first stage may have no O
             reader = Task(kind, task.layer - 1, task.micro_batch)
             if reader in timeline.start_ms:

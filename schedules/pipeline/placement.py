@@ -38,12 +38,12 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.rank_of)
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return max(self.rank_of) + 1
 
     @cached_property
@@ -178,7 +178,7 @@ def even_stages(sizes: Sequence[float], rank_of: Sequence[int]) -> tuple[int, ..
 
 
 def _sizes(stages: int, blocks: int, costs: Sequence[float] | None) -> list[int]:
-    """How many stages each block gets, so that the largest sum is as small as it can be (dynamic programming).
+    """Number of stages of each block, so that the largest sum is as small as it can be (dynamic programming).
 
     Among equal choices the earlier blocks are the larger ones, because the later ones wait longer for their first task.
     """

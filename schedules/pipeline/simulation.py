@@ -53,7 +53,7 @@ class StageCosts:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.forward_ms)
 
     @property
@@ -111,7 +111,7 @@ def check_stages(costs: StageCosts, placement: Placement) -> None:
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """What :func:`simulate_pipeline` found; the tuples are by rank.
+    """Result of :func:`simulate_pipeline`; the tuples are by rank.
 
     Args:
         timeline: starts, ends, idle times and boxes to draw, over the ranks' lanes and those of links.
@@ -129,7 +129,7 @@ class PipelineTimeline:
 
     @property
     def makespan_ms(self) -> float:
-        """When the last task ends."""
+        """Time at which the last task ends."""
         return self.timeline.makespan_ms
 
 
@@ -242,7 +242,7 @@ def _target(task: Task, placement: Placement) -> int | None:
 
 
 def _crosses(need: Task, task: Task, placement: Placement) -> bool:
-    """Whether ``task`` reads a message that ``need`` sent."""
+    """Return whether ``task`` reads a message that ``need`` sent."""
     if (need.kind, task.kind) not in ((Kind.F, Kind.F), (Kind.O, Kind.O), (Kind.O, Kind.W)):
         return False
     return placement.rank_of[need.layer - 1] != placement.rank_of[task.layer - 1]
@@ -296,7 +296,7 @@ def _mistake(task: Task, rank: int | None, placement: Placement, batches: list[i
 
 
 def lists_first_output_gradient(schedule: Schedule) -> bool:
-    """Whether the first stage has its O, the gradient of the batch."""
+    """Return whether the first stage has its O, the gradient of the batch."""
     return any(task.kind is Kind.O and task.layer == 1 for task in schedule)
 
 

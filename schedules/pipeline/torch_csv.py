@@ -27,7 +27,7 @@ _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
 
 
 def orders_of(schedule: Schedule) -> dict[int, list[_Action]]:
-    """What each rank computes: kind, stage and micro-batch, both from 0.
+    """Computations of each rank: kind, stage and micro-batch, both from 0.
 
     ``"B"`` is one backward pass for both gradients, where W stands right in front of O, as in conventional orders, and
     of the first stage where no O1 is listed.
@@ -52,7 +52,7 @@ def orders_of(schedule: Schedule) -> dict[int, list[_Action]]:
 
 
 def placement_of(schedule: Schedule) -> Placement:
-    """Which rank has which stage, as the schedule's lanes say.
+    """Placement of stages on ranks, as the schedule's lanes say.
 
     Raises:
         ScheduleError: a lane is no rank's or is empty; a stage is on two ranks, or on none.
