@@ -132,7 +132,7 @@ def _change_class(module: nn.RNNBase, kind: type[nn.RNNBase]) -> None:
 
 
 def _own_block(module: nn.RNNBase) -> bool:
-    """Whether the weights share one block of memory with nothing else: then cuDNN's layout made it, and may change it.
+    """Return whether the weights alone fill one block of memory: then cuDNN's layout made it, and may change it.
 
     Weights inside a larger block belong to somebody who relies on their places, such as FSDP's or DeepSpeed's buffers.
     """

@@ -12,7 +12,7 @@ SCRIPTED = {plain.__name__ for plain in SCANS}
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether a report should mention `module`: torch.nn's recurrent modules, subclasses, scripted ones, cells."""
+    """Return whether a report should name `module`: torch.nn's recurrent modules, subclasses, scripted ones, cells."""
     return isinstance(module, nn.RNNBase | nn.RNNCellBase) or getattr(module, "original_name", None) in SCRIPTED
 
 
@@ -22,7 +22,7 @@ def obstacles(model: nn.Module) -> dict[str, str | None]:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why `module` cannot become a scan, with what to change; None if it can."""
+    """Reason why `module` cannot become a scan, with what to change; None if it can."""
     kind = type(module)
     if isinstance(module, ScanRecurrent):
         return (

@@ -66,7 +66,7 @@ class ScanRecurrent(nn.RNNBase):
         return PLAIN_FORWARD[self.mode](self, input, hx)
 
     def _is_plain(self, input: Any) -> bool:
-        """Whether torch.nn's own call does all layers: then it costs nothing over torch.nn.
+        """Return whether torch.nn's own call does all layers: then it costs nothing over torch.nn.
 
         On CUDA it would not: the weights lie in a block a layer (`flatten_parameters`).
         """

@@ -21,7 +21,7 @@ from retime.mechanisms.scan import JacobianScan, LayerJacobian, UnknownJacobian,
 
 @dataclass
 class ScanReport(Report):
-    """What the last forward pass with gradients did. Layers are named as in ``named_modules()``."""
+    """Report on what the last forward pass with gradients did. Layers are named as in ``named_modules()``."""
 
     scanned: list[str] = field(default_factory=list)
     """Layers whose output gradients the scan computes."""
@@ -100,14 +100,14 @@ class ScanSequential(nn.Sequential):
         return output
 
     def report(self) -> ScanReport:
-        """What the last forward pass with gradients did."""
+        """Report on what the last forward pass with gradients did."""
         return self._report
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_jacobians": {}, "_scans": {}}
 
     def _jacobian(self, name: str, layer: nn.Module, inputs: Tensor) -> LayerJacobian | str:
-        """What is known about a layer at this input shape, or why it runs plain."""
+        """Return the Jacobian of a layer at this input shape, or the reason why it runs plain."""
         if _has_hooks(layer):
             return "it has hooks"
         if not inputs.is_floating_point():
@@ -229,6 +229,6 @@ def _leaves(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def _has_hooks(layer: nn.Module) -> bool:
-    """Whether hooks may see or change what flows through; those that apply pruning masks to weights may stay."""
+    """Return whether hooks may see or change what flows through; those that apply pruning masks to weights may stay."""
     pre = [hook for hook in forward_pre_hooks(layer).values() if not isinstance(hook, BasePruningMethod)]
     return bool(pre or forward_hooks(layer) or any(backward_hooks(layer)))
