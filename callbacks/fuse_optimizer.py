@@ -80,7 +80,7 @@ class FuseOptimizer(Callback):
         self._stepping.flush()
 
     def report(self) -> FusionReport:
-        """What was fused so far, and which steps ran the plain way, why."""
+        """Report on what was fused so far, and on which steps ran the plain way, why."""
         return self._stepping.report()
 
 

@@ -108,7 +108,7 @@ class MemoryTimeline(PhaseCallback[MemorySampler]):
         self._batch = (None, 0) if self._observer is None else (batch, batch_idx)
 
     def report(self) -> MeasuredSteps:
-        """What was measured: ``steps``, ``files`` and the largest of each number over all measured steps."""
+        """Measurements: ``steps``, ``files`` and the largest of each number over all measured steps."""
         names = dict.fromkeys(name for step in self.steps for name in step.metrics())
         numbers = {
             "steps": len(self.steps),
@@ -205,7 +205,7 @@ def _draw(step: StepBytes, path: Path) -> None:
 
 
 def _places(step: StepBytes, end_ms: float) -> list[float]:
-    """Where on the measured time axis each predicted operation is drawn; sub-batches share one backward."""
+    """Place of each predicted operation, as drawn, on the measured time axis; sub-batches share one backward."""
     starts = [at for at, phase in step.phases if phase == "forward"][:1] or [0.0]
     stops = [at for at, phase in step.phases if phase == "other" and at > starts[0]][-1:] or [end_ms]
     count = len(step.predicted)

@@ -63,7 +63,7 @@ class ParallelScanBackward(Callback):
         self._finish()
 
     def report(self) -> ConversionReport:
-        """What the last fit converted, and what it left as it was and why."""
+        """Report on what the last fit converted, and what it left as it was and why."""
         return self._report
 
     def _convert(self, pl_module: LightningModule) -> None:

@@ -47,7 +47,7 @@ class PeakMemory(PhaseCallback[MemoryProbe]):
         self._note = ""
 
     def report(self) -> MeasuredSteps:
-        """What was measured: ``steps``, ``source``, ``note`` and the largest of each number over all measured steps.
+        """Measurements: ``steps``, ``source``, ``note`` and the largest of each number over all measured steps.
 
         ``source`` is ``"cuda allocator"``, ``"VmHWM"`` (the kernel's peak resident size) or ``"sampled rss"``, which
         may miss a short peak; ``note`` then says why it had to be sampled.

@@ -85,7 +85,7 @@ class StepTimeline(PhaseCallback[StepTimer]):
             self._check_writable(trainer, self._folder)
 
     def report(self) -> MeasuredSteps:
-        """What was measured: ``steps``, ``clock``, ``files``, and the mean of each number over all measured steps."""
+        """Measurements: ``steps``, ``clock``, ``files``, and the mean of each number over all measured steps."""
         steps = [timing.metrics() for timing in self.timings]
         names = dict.fromkeys(name for step in steps for name in step)
         numbers = {

@@ -157,7 +157,7 @@ def write_timeline(
 
 
 class MeasuredSteps(Report, dict[str, Any]):
-    """What a callback measured, by name: a dict that prints as every report does."""
+    """Measurements of a callback, by name: a dict that prints as every report does."""
 
     def __init__(self, callback: Callback, numbers: dict[str, Any]) -> None:
         super().__init__(numbers)
@@ -215,7 +215,7 @@ class PhaseCallback(Callback, Generic[_Observer]):
 
     @abstractmethod
     def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> _Observer:
-        """What measures each batch of the step that begins."""
+        """Return the observer that measures each batch of the step that begins."""
 
     @abstractmethod
     def _end_step(self, trainer: Trainer, global_step: int, observer: _Observer) -> None:
