@@ -204,7 +204,7 @@ class Shares:
         return self._owners.get(parameter)
 
     def may_divide(self, parameter: Tensor) -> bool:
-        """Whether its gradient is the same on all ranks."""
+        """Return whether a parameter's gradient is the same on all ranks."""
         return parameter in self._divisible
 
 
@@ -257,7 +257,7 @@ def state_bytes(state: Any) -> int:
 
 
 def _is_sent(value: Any) -> bool:
-    """Whether it goes by itself: a large tensor, laid out so that another rank can make one like it."""
+    """Return whether a value goes by itself: a large tensor, laid out so that another rank can make one like it."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
     if value.dtype not in _SENT or value.nbytes < SENT_ALONE_BYTES:
@@ -285,7 +285,7 @@ _PATIENCE = timedelta(seconds=5)
 
 
 class _Does(IntEnum):
-    """What a rank wants to do with the others."""
+    """Action that a rank wants to take with the others."""
 
     STEP = 0
     STEP_WHOLE = 1
@@ -352,7 +352,7 @@ class HostUpdate:
         ]
 
     def report(self) -> HostUpdateReport:
-        """What this rank did so far, and what it holds."""
+        """Report of what this rank did so far, and of what it holds."""
         if self.active:
             nbytes = sum(state_bytes(state) for state in self._optimizer.state.values())
             alone = nbytes - self._shared_state_bytes()
@@ -568,7 +568,7 @@ class HostUpdate:
             )
 
     def _why_not_sent(self) -> str | None:
-        """Why no other rank could take over the state that this one has."""
+        """Reason why no other rank could take over the state that this one has."""
         try:
             for state in self._shared_part().values():
                 pickle.dumps(tree_map(_described, state))

@@ -257,7 +257,7 @@ class BucketReduction:
         return self._slot.reduce_as_ddp(bucket, self._reducer).then(lambda reduced: reduced.value())
 
     def report(self) -> HostReductionReport:
-        """What was reduced so far."""
+        """Report of the reductions so far."""
         return replace(self._report)
 
     def close(self, *, failed: bool = False) -> None:

@@ -32,7 +32,7 @@ _ENDED, _LATE, _STOPPED, _UNEVEN = 1, 2, 3, 5
 
 @dataclass(frozen=True)
 class SumTimes:
-    """Where the time of sums went on this rank, in milliseconds."""
+    """Time that sums took on this rank, by part, in milliseconds."""
 
     bring: float
     """Values copied into shared memory, for the ranks that add them up."""
@@ -235,12 +235,12 @@ class SharedFile:
 
     @property
     def path(self) -> str:
-        """Where other processes of this machine find it, as long as this one has it open."""
+        """Path by which other processes of this machine find it, as long as this one has it open."""
         return f"/proc/{os.getpid()}/fd/{self.file}"
 
     @classmethod
     def find(cls, path: str) -> SharedFile:
-        """What another process has made.
+        """Open what another process has made.
 
         Raises:
             OSError: it cannot be reached from here.
@@ -316,7 +316,7 @@ class GlooSums:
         _all_reduce(values, self._group)
 
     def times(self) -> SumTimes | None:
-        """Where the time of sums went since the last call, from the first one on; gloo does not tell."""
+        """Time of sums by part since the last call, from the first one on; gloo does not tell."""
         return None
 
     def stop(self) -> bool:

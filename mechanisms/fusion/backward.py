@@ -183,7 +183,7 @@ class FusedParameter:
 
 
 def has_python_nodes(loss: Tensor) -> bool:
-    """Whether the graph behind ``loss`` has a node of a ``torch.autograd.Function``."""
+    """Check whether the graph behind ``loss`` has a node of a ``torch.autograd.Function``."""
     waiting: list[Any] = [loss.grad_fn]
     seen = set()
     while waiting:
@@ -361,7 +361,7 @@ class BackwardFusion:
         self._condition = condition
 
     def fuses_now(self) -> bool:
-        """Whether gradients that arrive now are used up at once."""
+        """Return whether gradients that arrive now are used up at once."""
         return self.armed and (self._condition is None or self._condition())
 
     @contextlib.contextmanager
@@ -532,7 +532,7 @@ class BackwardFusion:
         self._window = None
 
     def report(self) -> FusionReport:
-        """What was fused so far."""
+        """Report of what was fused so far."""
         return self._report
 
     def remove(self) -> None:

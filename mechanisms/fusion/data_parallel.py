@@ -65,7 +65,7 @@ class ReductionHook:
         self._take()
 
     def reduces(self, model: nn.Module | None) -> bool:
-        """Whether this hook is that model's."""
+        """Return whether this hook is that model's."""
         return model is not None and self._slot.is_of(model) and self._slot.owner is self
 
     def join(self, fusion: "DataParallelFusion") -> None:

@@ -199,7 +199,7 @@ class ForwardFusion:
                 self._pending.remove(update)
 
     def report(self) -> FusionReport:
-        """What was deferred so far."""
+        """Report of what was deferred so far."""
         return self._report
 
     def remove(self) -> None:

@@ -70,7 +70,7 @@ class ScratchMeter:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What a step with so many samples at once needs beside its tensors, and what it saves.
+    """Memory that a step with so many samples at once needs beside its tensors, and what it saves.
 
     Attributes:
         operations: the most that each kind of operation allocates for itself.
@@ -110,7 +110,7 @@ def measured(
 
 
 def operations_between(low: Scratch, high: Scratch, small: int, large: int) -> dict[tuple[Phase, str, str], Size]:
-    """What operations allocate for themselves at any size, from two."""
+    """Bytes that operations allocate for themselves at any size, from two."""
     first, last = low.operations, high.operations
     return {
         kind: line(first.get(kind, last.get(kind, 0)), last.get(kind, first.get(kind, 0)), small, large)
@@ -119,7 +119,7 @@ def operations_between(low: Scratch, high: Scratch, small: int, large: int) -> d
 
 
 def rest_between(low: Scratch, high: Scratch, small: int, large: int) -> Size:
-    """What the process has beyond tensors and operations at any size, from two; noise does not grow with the batch."""
+    """Bytes of the process beyond tensors and operations at any size, from two; noise does not grow with the batch."""
     if abs(high.rest - low.rest) < _NOISE_BYTES:
         return Size(float(max(low.rest, high.rest)))
     return line(min(low.rest, high.rest), high.rest, small, large)
@@ -370,7 +370,7 @@ class _Bandwidth:
     hidden: float
 
     def no_faster_than(self, copying_ms: float, nbytes: int) -> _Bandwidth:
-        """What a step showed that moved so many bytes out and back; a buffer that is copied alone stays in a cache."""
+        """Bandwidth of a step that moved so many bytes out and back; a buffer that is copied alone stays in a cache."""
         alone_ms = nbytes / self.out + nbytes / self.back
         slower = max(1.0, copying_ms / alone_ms) if alone_ms else 1.0
         return _Bandwidth(self.out / slower, self.back / slower, self.hidden)

@@ -78,7 +78,7 @@ _THREADS = 2  # of gloo, in a process group
 
 
 def buckets_of(model: nn.Module | None) -> Literal["", "beside", "gradients"]:
-    """What holds memory beside gradients; see :class:`~retime.mechanisms.memory_budget.TrainingStep`."""
+    """Kind of buckets that hold memory beside gradients; see :class:`~retime.mechanisms.memory_budget.TrainingStep`."""
     if not isinstance(model, DistributedDataParallel):
         return ""
     return "gradients" if model.gradient_as_bucket_view else "beside"
@@ -92,7 +92,7 @@ def bucket_bytes(model: nn.Module | None) -> int:
 
 
 def reduction_bytes(model: nn.Module | None) -> int:
-    """What reductions of gradients allocate in this process's memory; see :func:`gloo_bytes`.
+    """Bytes that reductions of gradients allocate in this process's memory; see :func:`gloo_bytes`.
 
     NCCL's buffers are none of torch's, and count for no budget.
     """
@@ -104,7 +104,7 @@ def reduction_bytes(model: nn.Module | None) -> int:
 
 
 def gloo_bytes(gradient_bytes: int, cap_bytes: int, ranks: int) -> int:
-    """What gloo allocates to sum gradients: two pieces of the largest bucket for each of its threads.
+    """Bytes that gloo allocates to sum gradients: two pieces of the largest bucket for each of its threads.
 
     It sums in a ring: each rank's share of a bucket in pieces of at most 1 MiB, two of which are under way. Each of
     its threads has a heap of its own, which keeps what the largest bucket took.
@@ -295,7 +295,7 @@ class BudgetedDataParallelStep(BudgetedStep):
         self._late: Exception | None = None
 
     def plan(self, step: Step, batch: Any) -> PlannedShape:
-        """What is decided on this rank."""
+        """Plan that is decided on this rank."""
         return super().plan(self._guarded(step), batch)
 
     def prepare(self, step: Step, batch: Any) -> SubBatches:

@@ -131,7 +131,7 @@ class PlanFileError(ScheduleError):
 
 
 def write_plans(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """What a ``state_dict`` of plans holds, as JSON.
+    """Write what a ``state_dict`` of plans holds, as JSON.
 
     Raises:
         OSError: it cannot be written.
@@ -140,7 +140,7 @@ def write_plans(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
 
 
 def read_plans(path: str | os.PathLike[str]) -> Any:
-    """What :func:`write_plans` wrote.
+    """Read what :func:`write_plans` wrote.
 
     Raises:
         OSError: it cannot be read.

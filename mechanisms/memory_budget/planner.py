@@ -102,7 +102,7 @@ Step = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """What a user may choose, checked; see :class:`~retime.mechanisms.memory_budget.BudgetedStep`."""
+    """Choices of a user, checked; see :class:`~retime.mechanisms.memory_budget.BudgetedStep`."""
 
     batchnorm: BatchNormChoice
     split: Split
@@ -238,7 +238,7 @@ class StepPlanner:
         plain: StepProfile | None = None,
         begin: Callable[[], None] | None = None,
     ) -> Certificate:
-        """Whether sub-batches give the same gradients, by a probe of so many samples; ``begin`` tells that it runs."""
+        """Probe with so many samples whether sub-batches give the same gradients; ``begin`` tells that it runs."""
         if self.whole_because:
             return Certificate(None, self.whole_because)
         (begin or partial(self.options.say, PROBING))()
@@ -270,7 +270,7 @@ class StepPlanner:
             )
 
     def made_for(self) -> dict[str, Any]:
-        """What plans depend on beside the batch and the model's flags, in plain types."""
+        """Conditions that plans depend on beside the batch and the model's flags, in plain types."""
         trained = strided_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         fixed = strided_bytes((*self.model.parameters(), *self.model.buffers())) - trained
         return {
@@ -297,7 +297,7 @@ class StepPlanner:
         )
 
     def _probe_samples(self, plain: StepProfile | None, samples: int) -> int:
-        """How many samples the probe may run at once inside the budget."""
+        """Number of samples that the probe may run at once inside the budget."""
         if plain is None:
             return _PROBED[1]
         each = max(1, (plain.peak_bytes - plain.resident_bytes) // samples)
@@ -305,7 +305,7 @@ class StepPlanner:
         return max(_PROBED[0], min(_PROBED[1], room // each))
 
     def _fewer(self, certificate: Certificate | None) -> str:
-        """What keeps fewer samples than a batch has from running at once, and what can be done; empty if nothing."""
+        """Reason why fewer samples than a batch has cannot run at once, and what can be done; empty if none."""
         if not self.options.sub_batches:
             return "Batches are only offloaded here: run(), which may split them, or a smaller batch would help"
         if certificate is None or certificate.separable:
@@ -351,7 +351,7 @@ class FirstSteps:
         self._too_large: set[Any] = set()
 
     def begin(self, key: Any, batch: Any, samples: int, may_stop: bool) -> PlannedShape | None:
-        """What the first step of a shape is to run under; None: it has to be planned for.
+        """Plan that the first step of a shape is to run under; None: it has to be planned for.
 
         With ``dry_run="off"`` everything is offloaded, which is the least that a whole batch needs.
 
@@ -366,7 +366,7 @@ class FirstSteps:
         return PlannedShape(samples, PlanChoice(plan))
 
     def _roomy(self, key: Any, batch: Any) -> bool:
-        """Whether the first step of this shape may be trained without a plan.
+        """Return whether the first step of this shape may be trained without a plan.
 
         Compiled code keeps to itself what it makes, so it cannot be counted.
         """
@@ -410,7 +410,7 @@ class FirstSteps:
         shapes.append(PlannedShape(samples, choice, note=COUNTED, first_step_bytes=0))
 
     def _standing_bytes(self, batch: Any) -> int:
-        """What is there whatever the step does; nothing is run to find out, so states count with the most there are."""
+        """Bytes held whatever the step does; nothing is run to find out, so states count with the most there are."""
         parameters = list(self._model.parameters())
         trained = strided_bytes(parameter for parameter in parameters if parameter.requires_grad)
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]

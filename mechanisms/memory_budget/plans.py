@@ -60,7 +60,7 @@ class MemoryLimit:
         self.freed.hold(max(0, nbytes - self.hidden_bytes), self._between_steps(batch))
 
     def needed_bytes(self, batch: Any) -> int | None:
-        """What is there between steps, and the most that tensors held beside since the first step began.
+        """Bytes that are there between steps, and the most that tensors held beside since the first step began.
 
         None where it cannot be measured.
         """
@@ -118,7 +118,7 @@ class BatchRecord:
         return name_of(self.key)
 
     def fits(self, samples: int, sizes: tuple[int, ...]) -> bool:
-        """Whether it is no larger than a batch of so many samples and these sizes: those of graphs differ in size."""
+        """Tell if it is no larger than a batch of so many samples and these sizes: those of graphs differ in size."""
         return _no_larger((self.samples, *self.sizes), (samples, *sizes))
 
     def without_batch(self) -> BatchRecord:
@@ -235,11 +235,11 @@ class PlanCache:
         return [entry.shape for entries in {**self._entries, **stay}.values() for entry in entries]
 
     def same_shape(self, record: BatchRecord) -> bool:
-        """Whether there is a plan for such batches and another state of the model."""
+        """Return whether there is a plan for such batches and another state of the model."""
         return any(key[-1] == record.key[-1] for key in self._entries if key != record.key)
 
     def unexamined(self) -> bool:
-        """Whether a batch took a graph path that no later one was examined for."""
+        """Return whether a batch took a graph path that no later one was examined for."""
         return bool(self._unexamined) or any(entry.paths.new for entry in chain(*self._entries.values()))
 
     def earlier(self, record: BatchRecord) -> PlannedShape | None:
@@ -305,7 +305,7 @@ class Offloads:
             self.forget(plan)
 
     def ended(self, plan: OffloadPlan) -> bool:
-        """Whether no backward pass is to come of what a plan moved."""
+        """Return whether no backward pass is to come of what a plan moved."""
         return plan not in self._of or self._of[plan].ended
 
     def forget_all(self) -> None:
@@ -317,7 +317,7 @@ class Offloads:
         return len(self._of)
 
     def report(self) -> OffloadReport | None:
-        """What was moved under all plans; None if nothing was to be."""
+        """Report of what was moved under all plans; None if nothing was to be."""
         return OffloadReport.total([*(offload.report() for offload in self._of.values()), *filter(None, [self._gone])])
 
 
@@ -376,7 +376,7 @@ class BatchPlans:
         return first
 
     def plan(self, step: Step, record: BatchRecord) -> PlannedShape:
-        """What is decided for batches like this one; made now if there is nothing yet.
+        """Plan for batches like this one; made now if there is none yet.
 
         Raises:
             BudgetError: the budget is below the floor.
@@ -482,7 +482,7 @@ class BatchPlans:
         self._offloaded_first.append(_OffloadedFirst(record.without_batch(), sizes))
 
     def _plan_offloaded_first(self, batch: Any) -> None:
-        """What follows from first steps, everything offloaded, whose backward passes have ended.
+        """Keep plans that follow from first steps, everything offloaded, whose backward passes have ended.
 
         Raises:
             BudgetError: one held more than the budget.
@@ -542,7 +542,7 @@ class BatchPlans:
             self.planner.host.reserve(nbytes, max(len(shape.choice.plan.offload) for shape in away))
 
     def _limit_freed(self, batch: Any) -> None:
-        """What freed memory may hold together with tensors: as much as the largest plan."""
+        """Limit what freed memory may hold together with tensors: to as much as the largest plan."""
         if self.book:
             reserved = max(shape.reserved_bytes(self.planner.budget_bytes) for shape in self.book.shapes())
             self.memory.limit(batch, reserved)

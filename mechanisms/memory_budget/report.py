@@ -37,7 +37,7 @@ _OLD = ((f"{_GROUPS}/memory", "memory.limit_in_bytes"),)
 
 
 def shared_bytes() -> int:
-    """What all processes of this one's control group have together: the machine's memory, or less.
+    """Memory of all processes of this one's control group together: the machine's, or less.
 
     The limits of the group itself and of all groups around it count, of both versions of control groups.
     """
@@ -114,7 +114,7 @@ def parse_budget(budget: int | str, device: torch.device | str | int | None, sha
 
 
 def _device_bytes(device: torch.device | str | int | None, sharing: int = 1) -> int:
-    """What one of so many processes has."""
+    """Memory that one of so many processes has."""
     if device is None:
         return sys.maxsize // sharing
     device = torch.device(device)
@@ -125,7 +125,7 @@ def _device_bytes(device: torch.device | str | int | None, sharing: int = 1) -> 
 
 @dataclass(frozen=True)
 class PlannedShape:
-    """What was decided for batches of one shape.
+    """Decision for batches of one shape.
 
     Attributes:
         choice: the plan, its predicted peak and what it was chosen by.
@@ -145,21 +145,21 @@ class PlannedShape:
 
     @property
     def plain(self) -> bool:
-        """Whether the plan asks for nothing: batches run as without a budget."""
+        """Return whether the plan asks for nothing: batches run as without a budget."""
         return not self.choice.plan.offload and self.choice.plan.sub_batch >= self.samples
 
     def reserved_bytes(self, budget_bytes: int) -> int:
-        """What live tensors, and freed memory cached for the next ones, may take together at most."""
+        """Bytes that live tensors, and freed memory cached for the next ones, may take together at most."""
         return self.choice.reserved_bytes(budget_bytes)
 
     @property
     def why_whole(self) -> str:
-        """Why it must not be split; empty where it may, or where nobody asked."""
+        """Reason why it must not be split; empty where it may, or where nobody asked."""
         return "" if self.certificate is None else self.certificate.reason
 
     @property
     def decision(self) -> str:
-        """What was decided, in words."""
+        """Decision in words."""
         choice = self.choice
         text = f"batch of {self.samples}" + (" fits" if self.plain else f": {choice.plan}")
         if self.first_step_bytes is None:
@@ -193,7 +193,7 @@ class PlannedShape:
 
 @dataclass
 class BudgetReport(Report):
-    """What was planned and done; sizes in bytes."""
+    """Report of what was planned and done; sizes in bytes."""
 
     budget_bytes: int
     steps: int = 0

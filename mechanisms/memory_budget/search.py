@@ -60,7 +60,7 @@ class PlanChoice:
     small_bytes: int = 0
 
     def reserved_bytes(self, budget_bytes: int) -> int:
-        """What live tensors of the pool, and freed memory cached for the next ones, may take together at most.
+        """Bytes that live tensors of the pool, and freed memory cached for the next ones, may take together at most.
 
         A plan that was measured holds its peak, and a little more where the budget has room for it, as freed ranges do
         not fit the next tensors exactly; what operations need beside it stays free. One that was not measured has more
@@ -207,7 +207,7 @@ _USED = 0.8
 
 
 def plan_after(samples: int, sizes: Sequence[int], needed_bytes: int | None, budget_bytes: int) -> PlanChoice:
-    """What stays on the device from the second step on.
+    """Choice of what stays on the device from the second step on.
 
     What was saved last is needed first and lies idle the shortest, so that stays, as long as there is room.
 
@@ -296,7 +296,7 @@ class PlanTrial:
 
 
 def _absent_bytes(step: TrainingStep, plain: StepProfile) -> int:
-    """What training holds and a trial does not: optimizer states and buckets."""
+    """Bytes that training holds and a trial does not: optimizer states and buckets."""
     states = sum(storage.nbytes for storage in plain.trace.storages if storage.kind is BlockKind.STATE)
     trained = (parameter for parameter in step.module.parameters() if parameter.requires_grad)
     return states + (strided_bytes(trained) if step.buckets else 0)

@@ -46,7 +46,7 @@ from retime.schedules.errors import ScheduleError
 
 
 class ExecutionMode(IntEnum):
-    """How a batch runs: as without a budget, at once but with storages offloaded, or in sub-batches."""
+    """Way to run a batch: as without a budget, at once but with storages offloaded, or in sub-batches."""
 
     PLAIN = 0
     WHOLE = 1
@@ -233,7 +233,7 @@ class BudgetedStep:
             yield
 
     def plan(self, step: Step, batch: Any) -> PlannedShape:
-        """What is decided for batches like this one; made now if there is nothing yet.
+        """Plan for batches like this one; made now if there is none yet.
 
         Raises:
             BudgetError, ScheduleError: see :meth:`run`.
@@ -241,17 +241,17 @@ class BudgetedStep:
         return self._plans.plan(step, self._record(batch))
 
     def planned(self, batch: Any) -> PlannedShape | None:
-        """What was decided for batches like this one; None if nothing was yet."""
+        """Plan that was made for batches like this one; None if there was none yet."""
         return self._plans.book.find(self._record(batch))
 
     @property
     def planning(self) -> bool:
-        """Whether the step that runs at the moment is only tried out: nothing of it is to be kept."""
+        """Return whether the step that runs at the moment is only tried out: nothing of it is to be kept."""
         return self._planner.planning
 
     @property
     def gradients(self) -> Gradients:
-        """Whether gradients of steps before are there."""
+        """State of the gradients of steps before: freed, or still there."""
         return self._planner.gradients
 
     def expect_gradients(self, choice: Gradients) -> None:
@@ -270,7 +270,7 @@ class BudgetedStep:
         return self._plans.memory.hidden_bytes
 
     def report(self) -> BudgetReport:
-        """What was planned and done so far."""
+        """Report of what was planned and done so far."""
         self._report.offload = self._offloads.report()
         self._report.grown_bytes = self._plans.memory.grown_bytes()
         self._plans.measure_first()

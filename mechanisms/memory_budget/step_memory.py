@@ -123,7 +123,7 @@ def _once(method: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 class StepMemory:
-    """What a step needs under any plan: what tensors hold, and what operations and allocators need beside that.
+    """Memory that a step needs under any plan: for tensors, and for operations and allocators beside them.
 
     It follows from a few dry runs. Where the step reads values, so that it cannot be run dry, small real runs on copies
     take their place, and sizes for larger sub-batches follow from two of them; :attr:`note` says so.
@@ -233,7 +233,7 @@ class StepMemory:
         return OffloadPlan(sub_batch, frozenset(range(saved)) if all_of else frozenset(), 0, saved)
 
     def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0, operations: Operations | None = None) -> int:
-        """What tensors and operations hold at most under a plan, put together from the dry runs.
+        """Peak of what tensors and operations hold under a plan, put together from the dry runs.
 
         Args:
             operations: what these allocate for themselves; by default as in :attr:`costs`.
@@ -325,7 +325,7 @@ class StepMemory:
 
     @cached_property
     def update_bytes(self) -> int:
-        """What is held during the optimizers' updates."""
+        """Most bytes that are held during the optimizers' updates."""
         if self.plain is not None:
             return self.plain.trace.update_peak_bytes
         few = self.step.of_size(fewest_samples(self.step))
@@ -396,7 +396,7 @@ class StepMemory:
         return self._hooked_or_not(both)
 
     def _hooked_or_not(self, run: Callable[[], _Result]) -> _Result:
-        """What a run finds; one without hooks, from now on, where the step refuses them."""
+        """Result of a run; of one without hooks, from now on, where the step refuses them."""
         try:
             return run()
         except NoHooksError as error:

@@ -120,7 +120,7 @@ class SubBatches:
         return output
 
     def compute(self, index: int) -> Any:
-        """What the step returns for one part; nothing is kept of it."""
+        """Run the step on one part and return its output; nothing is kept of it."""
         with ghost_momentum(self._model, len(self)) if self._ghost else nullcontext():
             return self._step(self.parts[index])
 
@@ -150,7 +150,7 @@ class SubBatches:
         return self.result()
 
     def result(self) -> Any:
-        """What the step would have returned for the whole batch, detached.
+        """Output that the step would have returned for the whole batch, detached.
 
         The loss is exact; so are the scalars that the certificate knows how to add up. Other scalars are averaged by
         samples.

@@ -495,7 +495,7 @@ class OutOfOrderDataParallel:
         self._arrivals.carrying.clear()
 
     def report(self) -> OutOfOrderReport:
-        """What was done so far."""
+        """Report of what was done so far."""
         report = self._report
         report.blocks, report.k = len(self._deferral.blocks), self.k
         report.bucket_bytes = int(self.model.bucket_bytes_cap)

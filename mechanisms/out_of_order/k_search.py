@@ -68,7 +68,7 @@ class KTuner:
 
     @property
     def is_done(self) -> bool:
-        """Whether the search has ended."""
+        """Return whether the search has ended."""
         return self._search.next_k is None and not self._again
 
     @property
@@ -129,7 +129,7 @@ def sizes_of(deferral: WeightGradientDeferral) -> tuple[dict[int, int], dict[int
 
 
 def extra_bytes(deferral: WeightGradientDeferral, k: int) -> int:
-    """How much higher than in the conventional order the peak is at this k, simulated from measured sizes."""
+    """Bytes by which the peak at this k is above that of the conventional order, simulated from measured sizes."""
     return max(0, _peak(deferral, k) - _peak(deferral, 0)) if deferral.blocks and k else 0
 
 
@@ -160,7 +160,7 @@ class SavedK:
         return asdict(self)
 
     def what_is_off(self) -> str | None:
-        """Why this is the result of no search."""
+        """Reason why this is the result of no search."""
         for name, value in (("k", self.k), ("blocks", self.blocks), ("world_size", self.world_size)):
             if type(value) is not int:
                 return f"{name} is no whole number"
@@ -226,7 +226,7 @@ class KChoice:
 
     @property
     def is_searching(self) -> bool:
-        """Whether ``"auto"`` is still measuring."""
+        """Return whether ``"auto"`` is still measuring."""
         return self._wanted == "auto"
 
     @property
@@ -249,7 +249,7 @@ class KChoice:
             self.saved = saved
 
     def to_save(self) -> SavedK | None:
-        """What a checkpoint should keep; None while k is searched for, or before there are blocks."""
+        """Result that a checkpoint should keep; None while k is searched for, or before there are blocks."""
         blocks = len(self._deferral.blocks)
         if self.is_searching or not blocks:
             return None

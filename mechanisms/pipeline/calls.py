@@ -32,15 +32,15 @@ class LayerHandler:
         """A layer is called; other arguments for it and keywords, or None."""
 
     def is_here(self, layer: int) -> bool:
-        """Whether it runs on this rank."""
+        """Return whether it runs on this rank."""
         return True
 
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
-        """What a layer returns that does not run here."""
+        """Output of a layer that does not run here."""
         raise AssertionError
 
     def after(self, layer: int, output: Any) -> Any:
-        """What a layer returns that has run here."""
+        """Output of a layer that has run here."""
         return output
 
 
@@ -133,7 +133,7 @@ class _Gate:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor is, without its values.
+    """Description of a tensor, without its values.
 
     Attributes:
         requires_grad: whether a gradient goes back to it.
@@ -152,7 +152,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its values take."""
+        """Number of bytes that its values take."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:

@@ -129,7 +129,7 @@ def refuse_kinds(name: str, value: Any) -> None:
 
 
 def _is_checkpointed_reentrantly() -> bool:
-    """Whether a reentrant checkpoint has called what runs: there no tensor has a graph, and none can get one."""
+    """Check whether a reentrant checkpoint has called what runs: there no tensor has a graph, and none can get one."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
@@ -155,7 +155,7 @@ class LayerResults(LayerHandler):
 
     @property
     def can_have_noise(self) -> bool:
-        """Whether layers return anything that has a dimension of samples."""
+        """Return whether layers return anything that has a dimension of samples."""
         return any(self._axes.values()) or any(len(orders) == 1 for orders in self._orders.values())
 
     def tells(self, recorder: Recorder | None) -> None:
@@ -318,7 +318,7 @@ class ChangedBuffers:
             )
 
     def _found(self) -> dict[str, tuple[int, int]]:
-        """Which tensor a buffer is, and how often it was written in place."""
+        """Identity of the tensor that each buffer is, and number of times it was written in place."""
         norms = {f"{name}." for name, one in self._model.named_modules() if isinstance(one, BatchNormBase)}
         return {
             name: (id(buffer), 0 if buffer.is_inference() else version_of(buffer))

@@ -58,7 +58,7 @@ def agreed_seeds(place: RankInfo, batch: Any, count: int) -> list[int]:
 
 
 def _checksum(batch: Any, most: int | None = None) -> int:
-    """Of shapes, and of so many values of each tensor, or all."""
+    """Checksum of shapes, and of so many values of each tensor, or all."""
     checksum = 0
     for tensor in tensors_in_order(batch):
         checksum = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), checksum)
@@ -89,7 +89,7 @@ _SMALLEST = 0.1
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How the model is to be spread.
+    """Options by which the model is to be spread.
 
     Attributes:
         layers_per_stage: under modulo allocation.
@@ -176,7 +176,7 @@ class FirstBatch:
 
     @contextmanager
     def _no_trace(self, batch: Any, *, parameters: bool = True) -> Iterator[None]:
-        """What runs inside leaves the model, the batch and random numbers as they were."""
+        """Leave the model, the batch and random numbers as they were before what runs inside."""
         tensors = reachable_tensors(self._model, batch, parameters=parameters and self._hollow is None)
         with preserve_state(self._model, tensors=tensors):
             try:
@@ -354,7 +354,7 @@ class FirstBatch:
                 raise PipelineError(message)
 
     def _skip(self, profile: LayerProfile, plan: PipelinePlan) -> str | None:
-        """Which tensor a stage does not have, if the whole step's graph shows one."""
+        """Skip connection whose tensor a stage does not have, if the whole step's graph shows one."""
         names, stage_of = [*map(repr, self._place.names), "what lies behind the layers"], [*plan.stage_of, plan.stages]
         for one, other in profile.skips:
             if stage_of[one] < stage_of[other]:
@@ -365,7 +365,7 @@ class FirstBatch:
         return None
 
     def _divide(self, spread: PipelineState, reached: dict[int, set[Tensor]]) -> None:
-        """Which parameters belong to one stage, and which to several."""
+        """Divide the parameters into those that belong to one stage, and those of several."""
         owners, mine = spread.owners, spread.mine
         inside = {p for module in self._layers.modules for p in module.parameters()}
         spread.outside = [name for name, p in owners.parameters.items() if p not in inside]
@@ -386,7 +386,7 @@ def seeded(step: Callable[[Any], Any], part: Any) -> Any:
 
 
 def _why_not(graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: PipelinePlan) -> str | None:
-    """What is wrong with the graphs of this rank's stages."""
+    """Fault in the graphs of this rank's stages."""
     stages = sorted(graphs)
     for number, later in enumerate(stages):
         for earlier in stages[:number]:

@@ -232,7 +232,7 @@ def _losses(output: Any) -> list[Tensor]:
 
 
 def _calls_of(model: nn.Module, run: Callable[[], Any]) -> tuple[list[_Call], Any]:
-    """What the step calls, and what that calls in turn; and what it returns."""
+    """Calls that the step makes, and that these make in turn; and what the step returns."""
     names = {module: name for name, module in model.named_modules()}
     calls: list[_Call] = []
     open_calls = [calls]
@@ -307,7 +307,7 @@ class BackwardTimes:
         self._arrived: dict[int, float] = {}
 
     def enter(self, layer: int, tensors: Sequence[Tensor]) -> None:
-        """What goes into a layer; with the number of layers: what comes out of the last."""
+        """Note what goes into a layer; with the number of layers: what comes out of the last."""
         for tensor in tensors:
             if tensor.requires_grad:
                 self._entered.append(tensor)
@@ -384,7 +384,7 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class LayerProfile:
-    """What each layer was given and gave, by number.
+    """Profile of the layers, by number: what each was given and gave.
 
     Attributes:
         given: the values of the tensors in its arguments.
@@ -514,7 +514,7 @@ class _Looks(LayerHandler):
                 self._written.setdefault(key, set()).add(number)
 
     def _note_skips(self, layer: int, given: list[Tensor]) -> None:
-        """What a layer is given may come from the one before, or from what that was given."""
+        """Note skips: what a layer is given may come from the one before, or from what that was given."""
         gave = {tensor.grad_fn: layer - 1 for tensor in self._last if tensor.grad_fn is not None}
         near = gave.keys() | {tensor.grad_fn for tensor in self._near}
         past = Reached(given, until=near | self._gave.keys()).ends - near

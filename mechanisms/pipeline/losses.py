@@ -47,7 +47,7 @@ _WHAT_TO_DO = (
 
 @dataclass(frozen=True)
 class Examples:
-    """What a step returned for the first batch, in evaluation mode.
+    """Outputs of a step for the first batch, in evaluation mode.
 
     Attributes:
         whole: for all of it.
@@ -64,7 +64,7 @@ class Examples:
 
 @dataclass
 class FirstLook:
-    """What the first batch has shown of its losses, until somebody has looked at it.
+    """Evidence of the first batch about its losses, until somebody has looked at it.
 
     Attributes:
         examples: as layers compute, and as they compute with noise in what they return, sample by sample; empty where
@@ -80,7 +80,7 @@ class FirstLook:
     low_precision: bool = False
 
     def head_of(self, of: Callable[[Any], Any]) -> Head | None:
-        """What a number is of its samples; None where no operations lead to it.
+        """Head of a number, which says what it is of its samples; None where no operations lead to it.
 
         Args:
             of: the number in what a step returned.
@@ -99,7 +99,7 @@ class FirstLook:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What the losses of a batch's micro-batches count.
+    """Weights of the losses of a batch's micro-batches.
 
     Attributes:
         certificate: how losses add up, as operations tell; the same on all ranks.
@@ -111,7 +111,7 @@ class LossWeights:
 
     @property
     def weightings(self) -> tuple[Weighting, ...]:
-        """What losses are weighed by, if it is told by the operations; all weigh the parts of a batch alike."""
+        """Weightings of losses, if they are told by the operations; all weigh the parts of a batch alike."""
         first = self.certificate.weighting
         return () if first is None or self.divisor is not None else (first, *self.certificate.alternatives)
 
@@ -274,7 +274,7 @@ def _followed(step: Callable[[Any], Any], batch: Any, results: LayerResults) -> 
 
 
 def _certificate(look: FirstLook) -> Certificate:
-    """What the loss is a mean or a sum over, as operations show it."""
+    """Certificate of what the loss is a mean or a sum over, as operations show it."""
     large, small = look.runs
     head = head_of_loss(large, small, look.altered)
     first, *others = head.weightings or (Weighting("mean"),)

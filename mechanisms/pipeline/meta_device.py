@@ -115,7 +115,7 @@ def _who_says(model: nn.Module, names: Mapping[nn.Module, str], module: nn.Modul
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether parameters of a model are on the meta device."""
+    """Return whether parameters of a model are on the meta device."""
     return any(parameter.device.type == "meta" for parameter in model.parameters())
 
 

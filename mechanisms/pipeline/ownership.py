@@ -75,7 +75,7 @@ def make_groups(pipeline: int, data: int, timeout: timedelta) -> tuple[Any, Any]
 
 
 def gathered(mine: Any, group: Any) -> list[Any] | None:
-    """What each rank of a group gives, on its first; None on others. All ranks call this."""
+    """Gather what each rank of a group gives, on its first; None on others. All ranks call this."""
     is_first = dist.get_rank(group) == 0
     everyone: list[Any] | None = [None] * dist.get_world_size(group) if is_first else None
     with messages_of_group(group):
@@ -139,7 +139,7 @@ def refuse_part_of_model(model: nn.Module) -> None:
 
 
 class Reached:
-    """What a backward pass from some tensors would come to.
+    """Part of the graph that a backward pass from some tensors would come to.
 
     Attributes:
         leaves: that would get a gradient.
@@ -213,7 +213,7 @@ class _AbsentParameter(_Absent, nn.Parameter):
 
 
 class _AbsentTensor(_Absent, Tensor):
-    """What shares an absent parameter's memory, such as its ``.data``."""
+    """Tensor that shares an absent parameter's memory, such as its ``.data``."""
 
 
 _FORM: Any = Tensor  # whose descriptors have no types
@@ -224,7 +224,7 @@ _WRITES |= {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a torch function writes into, if it writes into anything that it is given."""
+    """Argument that a torch function writes into, if it writes into anything that it is given."""
     if "out" in kwargs:
         return kwargs["out"]
     name = getattr(func, "__name__", "")
@@ -236,7 +236,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def _draws(func: Any) -> bool:
-    """Whether a torch function draws random numbers, by what torch says of its operator."""
+    """Return whether a torch function draws random numbers, by what torch says of its operator."""
     operator = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
     overloads = [] if operator is None else [getattr(operator, name) for name in operator.overloads()]
     is_random = any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
@@ -418,13 +418,13 @@ class Ownership:
         return {parameter for name, parameter in self.parameters.items() if self.ranks[name][0] == self._rank}
 
     def counts_state(self, name: str) -> bool:
-        """Whether this rank writes a parameter or buffer into a checkpoint."""
+        """Return whether this rank writes a parameter or buffer into a checkpoint."""
         if name in self.ranks:
             return self.ranks[name][0] == self._rank
         return self._owner_of_buffers.get(name, 0) == self._rank
 
     def gather(self, mine: dict[Any, Any]) -> dict[Any, Any] | None:
-        """What all ranks give, on the first; of a key that several give, its value. None on others; all call this."""
+        """Merge all ranks' parts on the first; of a key that several give, its value. None on others; all call this."""
         everyone = gathered(mine, self._group)
         if everyone is None:
             return None
@@ -488,7 +488,7 @@ class Ownership:
                 yield start, module, min(ranks)
 
     def _computed_attributes(self) -> list[tuple[int, nn.Module, str]]:
-        """What modules keep beside parameters and buffers and compute from them, as pruning and old weight norms do.
+        """Attributes that modules compute from parameters and buffers and keep, as pruning and old weight norms do.
 
         Returns:
             The rank that has the parameters, the module, and the attribute, in the same order on all ranks.

@@ -85,7 +85,7 @@ _FAST_FORWARDING = {"ooo1": zb_h1, "ooo2": interleaved_zero_bubble, "ooo_v": zbv
 
 @dataclass(frozen=True)
 class Costs:
-    """What the layers cost, for one micro-batch.
+    """Costs of the layers, for one micro-batch.
 
     Attributes:
         saved_bytes: what a layer keeps for its backward pass.
@@ -144,7 +144,7 @@ class PipelinePlan:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Number of stages."""
         return len(self.rank_of)
 
     @cached_property
@@ -283,7 +283,7 @@ class Planner:
 
     @property
     def _sizes(self) -> list[int]:
-        """What an even split divides: bytes of parameters, and a little for layers that have none; sums are exact."""
+        """Sizes for an even split: bytes of parameters, and a little for layers that have none; sums are exact."""
         sizes = self._costs.parameter_bytes or (0,) * len(self._costs.forward_ms)
         return [_FULL_LAYER * len(sizes) * size + (sum(sizes) or 1) for size in sizes]
 
@@ -320,7 +320,7 @@ class Planner:
         return plans
 
     def _other_split(self, kind: str) -> str:
-        """What to change where the stages that ``split`` names do not fit the ranks."""
+        """Advice on what to change where the stages that ``split`` names do not fit the ranks."""
         one, two = self._ranks, 2 * self._ranks
         number = (
             one if kind in _ONE_CHUNK else two if kind in _TWO_CHUNKS else f"{one}, {two} or another multiple of {one}"
@@ -333,7 +333,7 @@ class Planner:
         return "two a rank" if kind in _TWO_CHUNKS else "the same number for each rank"
 
     def _cuts(self, kind: str) -> list[int]:
-        """How many stages there may be."""
+        """Numbers of stages that are possible."""
         ranks = self._ranks
         if isinstance(self._split, tuple):
             named = len(self._split)

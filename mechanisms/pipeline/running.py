@@ -55,7 +55,7 @@ class AtEdge:
 
 
 class TrainingCall(LayerHandler):
-    """What the layers do in a training step of one micro-batch.
+    """Handler of the layers in a training step of one micro-batch.
 
     Args:
         plan: which layer runs where.
@@ -198,7 +198,7 @@ class EvaluationBroadcast(LayerHandler):
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where this process stands.
+    """Position of this process among the ranks.
 
     Attributes:
         group: the ranks of the pipeline.
@@ -221,7 +221,7 @@ class RankInfo:
         return dist.get_world_size(self.group)
 
     def agreed(self, mine: Any) -> Any:
-        """What the first rank of the first pipeline gives, on all ranks of all pipelines."""
+        """Share what the first rank of the first pipeline gives with all ranks of all pipelines."""
         if self.data_group is not None and self.rank == 0:
             mine = broadcast_object(mine, 0, self.data_group)
         return broadcast_object(mine, 0, self.group)
@@ -241,7 +241,7 @@ class StepModule(nn.Module):
 
 @dataclass
 class PipelineState:
-    """What the first batch has shown.
+    """State of the pipeline, as the first batch has shown it.
 
     Attributes:
         planner: for other numbers of micro-batches.
@@ -308,7 +308,7 @@ class PipelineState:
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """What a step returned for one micro-batch; on the rank of the last stage only.
+    """Result of a step for one micro-batch; on the rank of the last stage only.
 
     Attributes:
         output: of the step, without its graph.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Span:
-    """What ran when.
+    """Task that ran, and its time.
 
     Attributes:
         kind: F, O, W, or B for both gradients.
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass
 class _InFlight:
-    """What a stage keeps of one micro-batch."""
+    """Tensors that a stage keeps of one micro-batch."""
 
     received: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)

@@ -48,7 +48,7 @@ _WORDS = {str(kind): kind.words for kind in Kind} | {"B": "both gradients"}
 
 @dataclass
 class PipelineReport(Report):
-    """Of this rank; empty before the first step.
+    """Report of this rank; empty before the first step.
 
     Attributes:
         layers: the list that the model was cut in.
@@ -218,12 +218,12 @@ class PipelineStep:
 
     @property
     def is_spread(self) -> bool:
-        """Whether each rank has its stages only."""
+        """Return whether each rank has its stages only."""
         return self._spread is not None
 
     @property
     def owners(self) -> Ownership:
-        """Who has which parameters.
+        """Owners of the parameters.
 
         Raises:
             RuntimeError: no batch has been seen yet.
@@ -297,7 +297,7 @@ class PipelineStep:
 
     @property
     def loss_weights(self) -> LossWeights:
-        """What micro-batches' losses are weighed by.
+        """Weights of micro-batches' losses.
 
         Raises:
             RuntimeError: no batch has been seen yet.
@@ -305,7 +305,7 @@ class PipelineStep:
         return self._known.weights
 
     def take_first_look(self) -> FirstLook | None:
-        """What the step returned for the first batch, whole and in parts; once, behind the first step."""
+        """Take the outputs of the step for the first batch, whole and in parts; once, behind the first step."""
         look, self._known.look = self._known.look, None
         return look
 
@@ -330,7 +330,7 @@ class PipelineStep:
         return nullcontext() if self._spread is None else self._spread.owners.whole(self._spread.outside)
 
     def tell(self, what: Any) -> Any:
-        """What the rank of the last stage gives, on all ranks; all ranks call this."""
+        """Share what the rank of the last stage gives with all ranks; all ranks call this."""
         return broadcast_object(what, self._known.plan.rank_of[-1], self._place.group)
 
     def total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
@@ -362,14 +362,14 @@ class PipelineStep:
         self._spread = None
 
     def report(self) -> PipelineReport:
-        """What was done so far, on this rank."""
+        """Report of what was done so far, on this rank."""
         if self._spread is not None:
             reasons = self._spread.split.layers_in_order.items()
             self._report.layers_in_order = {reason: count for reason, count in reasons if "first step" not in reason}
         return self._report
 
     def timeline(self) -> list[TimelineSpan] | None:
-        """What all ranks of the pipeline did in the last step, on its first; None on others. All ranks call this.
+        """Tasks of all ranks of the pipeline in the last step, on its first; None on others. All ranks call this.
 
         Clocks are those of the machines: ranks on other machines begin at their own first task.
         """
@@ -493,6 +493,6 @@ class PipelineStep:
 
 
 def _awaited(stages: Iterable[Stage]) -> str:
-    """Whose message was asked for first and has not come."""
+    """Rank whose message was asked for first and has not come."""
     waiting = [message for stage in stages for message in stage.awaited.values()]
     return min(waiting)[1] if waiting else "another rank"

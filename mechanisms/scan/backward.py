@@ -50,7 +50,7 @@ def ieee_products(device: torch.device) -> Iterator[None]:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured on ``device``'s current stream."""
+    """Return whether a CUDA graph is captured on ``device``'s current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -103,7 +103,7 @@ def _form(value: Tensor) -> str:
 def run_native(
     mode: str, x: Tensor, state: tuple[Tensor, ...], directions: tuple[Weights, ...], batch_sizes: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """What torch.nn calls for this layer, so that its values are torch.nn's bit for bit.
+    """Call what torch.nn calls for this layer, so that its values are torch.nn's bit for bit.
 
     Args:
         x: ``[T, B, I]``, or packed ``[N, I]`` with ``batch_sizes``.
@@ -128,7 +128,7 @@ def run_native(
 
 
 class Packing:
-    """Where each packed row lies among ``T`` steps and ``B`` sequences, longest first.
+    """Place of each packed row among ``T`` steps and ``B`` sequences, longest first.
 
     Args:
         batch_sizes: how many sequences still run at each step: ``[T]``, int64, on the CPU.

@@ -67,7 +67,7 @@ def apply(maps: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _linear(maps: Tensor, offsets: Tensor, first: Tensor) -> Tensor:
-    """What reaches each element, one after another: ``[n, B, S]``."""
+    """Compute what reaches each element, one after another: ``[n, B, S]``."""
     if maps.shape[0] == 0:
         return offsets
     reaching = torch.empty_like(offsets)
@@ -162,7 +162,7 @@ def pass_chunks(maps: Tensor, entry: Tensor | None = None) -> tuple[Tensor, Tens
 
 
 def _at_once(jacobians: LocalJacobians, gradient: Tensor) -> int:
-    """How many chunks make a window."""
+    """Number of chunks that make a window."""
     if gradient.device.type != "cpu":
         return jacobians.steps
     one = math.prod(jacobians.batch) * jacobians.state * (jacobians.state + 1) * gradient.element_size()
@@ -242,7 +242,7 @@ class Solver(Protocol):
 
     @property
     def safe(self) -> bool:
-        """Whether every number it forms is one that autograd forms too."""
+        """Return whether every number it forms is one that autograd forms too."""
         ...
 
     def __repr__(self) -> str:
@@ -462,7 +462,7 @@ def choose_solver(
 
 
 def keeps_torchs_own(mode: str, x: torch.Size, hidden: int, inputs: int, dtype: torch.dtype) -> bool:
-    """Whether "auto" leaves one layer on a CPU to torch's own backward pass; cheap enough to ask in every forward pass.
+    """Return whether "auto" leaves one layer on a CPU to torch's backward pass; cheap enough for every forward pass.
 
     Args:
         x: the shape ``[T, B, I]`` of the first layer's input.

@@ -17,12 +17,12 @@ ROWS = 16
 
 @cache
 def has_triton() -> bool:
-    """Whether triton can be imported; does not import it."""
+    """Return whether triton can be imported; does not import it."""
     return find_spec("triton") is not None
 
 
 def why_not(mode: str, hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernels cannot run a layer, in words that end an error; None where they can.
+    """Reason why the kernels cannot run a layer, in words that end an error; None where they can.
 
     Kernels exist for RNN and GRU in float32 and float64, up to ``H = 64`` (GRU in float64: 32), for NVIDIA GPUs of
     compute capability 8.0 or more. In Triton's interpreter (``TRITON_INTERPRET=1``) they run on a CPU, slowly.

@@ -53,7 +53,7 @@ Threads = tuple[Annotated[int, AtLeast(1)], Annotated[int, AtLeast(1)]]
 
 @dataclass(frozen=True)
 class TwoStreamReport(Report):
-    """What ran where.
+    """Report of what ran where.
 
     Args:
         layers: whose weight gradients can run on the sub-stream.

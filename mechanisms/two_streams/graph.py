@@ -137,7 +137,7 @@ class GraphedPart:
 
     @property
     def is_captured(self) -> bool:
-        """Whether there is a graph of it."""
+        """Return whether there is a graph of it."""
         return bool(self._captures)
 
     def keep_only(self, two_streams: bool | None) -> None:
@@ -546,7 +546,7 @@ def parts_of(
 
 @dataclass(frozen=True)
 class GraphReport(Report):
-    """What CUDA graphs replayed.
+    """Report of what CUDA graphs replayed.
 
     Args:
         parts: of the model that are captured.

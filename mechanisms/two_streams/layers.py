@@ -49,7 +49,7 @@ NOT_SPLIT = (
 
 
 class Kernels(Protocol):
-    """What one kind of layer computes."""
+    """Computations of one kind of layer."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output."""

@@ -33,7 +33,7 @@ STEPS_TO_SECOND_LOOK = 100
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step runs.
+    """Way to run a step.
 
     Args:
         two_streams: whether weight gradients run on the sub-stream.
@@ -272,7 +272,7 @@ class Search:
         return min((one for one in medians if not (one.two_streams or one.graph)), key=medians.__getitem__)
 
     def second_look(self) -> Setting:
-        """Of a plain setting and one with two streams return the latter, unless it is slower in every round."""
+        """Return the setting with two streams rather than the plain one, unless it is slower in every round."""
         plain, two_streams = self.times_ms
         return plain if self._is_faster(plain, two_streams, 1.0) else two_streams
 

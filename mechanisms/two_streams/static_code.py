@@ -155,7 +155,7 @@ class StaticCode:
         return self._is_known(scope[name], functions)
 
     def _is_known_name(self, name: str, functions: list[Any]) -> bool:
-        """Whether an attribute of this name is known, of whatever in the code it is."""
+        """Return whether an attribute of this name is known, of whatever in the code it is."""
         if name in self._names:
             return True
         self._names.add(name)
@@ -185,7 +185,7 @@ class StaticCode:
         return exists
 
     def _is_known(self, value: Any, functions: list[Any] | None) -> bool:
-        """Whether a value is compared before each replay, or is code that is read, or torch's own."""
+        """Return whether a value is compared before each replay, or is code that is read, or torch's own."""
         if isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH)) or type(value) in (Tensor, nn.Parameter):
             return True
         if type(value) in (list, tuple):
@@ -215,7 +215,7 @@ class StaticCode:
 
 
 class Snapshot:
-    """What code reads, as it was when this was made; tensors by where they are.
+    """Values that code reads, as they were when this was made; tensors by where they are.
 
     Attributes:
         kinds: modules and their classes.
@@ -315,7 +315,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def are_own(results: Sequence[Any], used: Sequence[Tensor]) -> bool:
-    """Whether results are dense tensors that need gradients and share no memory with one another and what is used."""
+    """Tell if results are dense tensors that need gradients and share no memory with one another and what is used."""
     if not results or not all(type(one) is Tensor and one.requires_grad for one in results):
         return False
     own, others = ({one.untyped_storage().data_ptr() for one in some} for some in (results, used))

@@ -252,7 +252,7 @@ def sub_stream_of(device: torch.device, threads: int) -> SubStream:
 
 
 class TwoStreams(Protocol):
-    """What asks a fusion of each weight gradient that goes to the sub-stream."""
+    """Caller that asks a fusion of each weight gradient that goes to the sub-stream."""
 
     def begin_pass(self) -> object:
         """From now on a failure of the backward pass that is under way abandons its updates."""

@@ -63,7 +63,7 @@ class StepProfile:
         return self.trace.peak_bytes
 
     def held_bytes(self, smallest: int = 0) -> list[int]:
-        """What tensors hold during each operation; of those that the step makes only such of so many bytes or more."""
+        """Bytes of tensors during each operation; of those that the step makes only such of so many bytes or more."""
         end = len(self.trace.operations) - 1
         steps = [0] * (end + 2)
         for storage in self.trace.storages:

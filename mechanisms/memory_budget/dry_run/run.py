@@ -173,7 +173,7 @@ class TrainingStep:
         return replace(self, batch=self.split(self.batch, 0, samples), samples=samples, whole=whole)
 
     def given(self) -> list[Tensor]:
-        """What is there before the step: parameters, buffers and the batch."""
+        """Tensors that are there before the step: parameters, buffers and the batch."""
         return [*self.module.parameters(), *self.module.buffers(), *tensors_in(self.batch)]
 
 

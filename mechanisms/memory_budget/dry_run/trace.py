@@ -189,7 +189,7 @@ class Operation:
 
     @property
     def kind(self) -> tuple[Phase, str, str]:
-        """Which other operations are like this one: of the same phase, layer and name."""
+        """Key of operations that are alike: of the same phase, layer and name."""
         return self.phase, self.layer, self.name
 
 
@@ -222,12 +222,12 @@ class Trace:
 
     @property
     def writes_parameters(self) -> bool:
-        """Whether forward or backward passes write into parameters, as a model that clamps its weights does."""
+        """Return whether forward or backward passes write into parameters, as a model that clamps its weights does."""
         return any(index < self.parameters for index in self._written())
 
     @property
     def writes_batch(self) -> bool:
-        """Whether forward or backward passes write into the batch that they are given."""
+        """Return whether forward or backward passes write into the batch that they are given."""
         return any(
             self.storages[index].kind is BlockKind.INPUT and self.storages[index].born < 0 for index in self._written()
         )
@@ -286,7 +286,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._see(tensor, kind, born=-1)
 
     def mark(self, tensor: Tensor, kind: BlockKind) -> None:
-        """What a storage that was seen turned out to hold."""
+        """Note what a storage that was seen turned out to hold."""
         for index in self._see(tensor, kind, self.now):
             self.trace.storages[index].kind = kind
 
@@ -390,7 +390,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _reads_value(self, tensor: Tensor) -> bool:
-        """Whether the value is to be made up: an optimizer's step count says nothing about memory.
+        """Return whether the value is to be made up: an optimizer's step count says nothing about memory.
 
         Raises:
             ValueReadError: the model reads a fake tensor's value.

@@ -392,7 +392,7 @@ class HostDisk:
         ) from failure
 
     def _free(self) -> str:
-        """What the file system says: quotas and limits of a process may be tighter."""
+        """Free space that the file system reports: quotas and limits of a process may be tighter."""
         try:
             space = os.fstatvfs(self._file.fileno())
         except OSError:
@@ -409,7 +409,7 @@ class HostDisk:
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """Where in the file a storage lies."""
+    """Place of a storage in the file."""
 
     offset: int
     nbytes: int
@@ -514,7 +514,7 @@ def _read(descriptor: int, into: list[torch.UntypedStorage], place: _Place, writ
 
 
 def _is_memory(folder: Path) -> bool:
-    """Whether the folder lies on tmpfs or ramfs."""
+    """Check whether the folder lies on tmpfs or ramfs."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:

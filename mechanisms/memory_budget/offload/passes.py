@@ -269,7 +269,7 @@ _RETAINED_STORAGES = 2
 
 
 class Restores:
-    """What backward passes use of one forward pass's storages.
+    """Uses of one forward pass's storages by backward passes.
 
     Args:
         moved: the storages that move, as they are saved; the list grows meanwhile.

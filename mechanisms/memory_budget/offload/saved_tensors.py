@@ -34,7 +34,7 @@ _WHOLE_PASSES = 17  # with 2, 4 or 8 parts to a batch it is another part each ti
 
 @dataclass
 class OffloadReport(Report):
-    """What an :class:`OffloadSavedTensors` did in all its forward passes.
+    """Report of what an :class:`OffloadSavedTensors` did in all its forward passes.
 
     Attributes:
         passes: forward passes.
@@ -225,7 +225,7 @@ class OffloadSavedTensors:
         return self._pass is None or self._pass.ended
 
     def report(self) -> OffloadReport:
-        """What was moved so far."""
+        """Report of what was moved so far."""
         return replace(self._counts)
 
     def _compare(self, sizes: Sequence[int]) -> None:

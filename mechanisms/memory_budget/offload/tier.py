@@ -104,7 +104,7 @@ class HostTier(Protocol):
     """Holds storages that left the device."""
 
     def takes(self, device: torch.device) -> bool:
-        """Whether storages on that device can be moved here."""
+        """Return whether storages on that device can be moved here."""
 
     def reserve(self, nbytes: int, storages: int) -> None:
         """Have space for so many bytes in so many storages at once, so that a full host shows before a step begins.
@@ -233,12 +233,12 @@ def watch(storage: torch.UntypedStorage, listener: ReleaseListener) -> bool:
 
 
 def is_torchs_own(storage: torch.UntypedStorage) -> bool:
-    """Whether torch allocated the memory, and no other process has it too."""
+    """Return whether torch allocated the memory, and no other process has it too."""
     return storage.device.type != "cpu" or (bool(storage.resizable()) and not storage.is_shared())
 
 
 class _Watched(torch.UntypedStorage):
-    """What a storage is made while somebody waits for it."""
+    """Class of a storage while somebody waits for it."""
 
     listeners: list[weakref.ref[ReleaseListener]]
     finalize: Callable[[], Any] = bool  # which does nothing

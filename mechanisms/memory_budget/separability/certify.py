@@ -120,7 +120,7 @@ class _WithoutValues(Recorder):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _instead_of(self, tensor: Tensor) -> Any:
-        """What the step read there when it really ran, or any other value of that kind."""
+        """Value that the step read there when it really ran, or any other value of that kind."""
         value = self._left[0] if self._left else None
         if isinstance(value, bool | int | float):
             return value
@@ -385,7 +385,7 @@ class _Examiner:
 
     @property
     def unknown(self) -> bool:
-        """Whether operations did not tell what the loss is of its samples."""
+        """Return whether operations did not tell what the loss is of its samples."""
         return self._look is not None and self._look[0] is None
 
     def examine_precisely(self, given: Weighting | None) -> Certificate | None:
@@ -453,7 +453,7 @@ class _Examiner:
         return replace(again, reason=reason)
 
     def _looked(self, prober: Prober) -> tuple[Head | None, str, tuple[bool | int | float | None, ...]]:
-        """What the loss is of its samples, or why that is not known, and what the step reads."""
+        """Head of the loss, which says what it is of its samples, or why that is not known, and what the step reads."""
         batch, custom = self._batches[0], self._split is not split_batch
         fewer = self._split(batch, self._samples // 2 + 1 if self._samples > 2 else 1)[0]
         counts = [samples_in(part, self._split) if custom else None for part in (batch, fewer)]
@@ -473,7 +473,7 @@ class _Examiner:
 
 
 def _heads_of_scalars(large: RecordedRun, small: RecordedRun) -> Iterator[tuple[str, Weighting]]:
-    """What numbers that a step returns are of its samples, by place, as far as their operations tell."""
+    """Weightings of samples in numbers that a step returns, by place, as far as their operations tell."""
     few = tensors_of(small.output, "output")
     for place, tensor in tensors_of(large.output, "output").items():
         try:
@@ -494,7 +494,7 @@ def _concluded(
     given: bool = False,
     unknown: str = "",
 ) -> Certificate:
-    """What probes say of weightings, all of which have to fit.
+    """Certificate that follows from probes of weightings, all of which have to fit.
 
     Args:
         heads: what scalars are of their samples, as operations tell.
@@ -531,7 +531,7 @@ def _with_outputs(
 
 
 def _is_comparable(noisy: Probe, plain: Probe, certificate: Certificate) -> bool:
-    """Whether each sample had the same noise in all runs, and all scalars still have a value."""
+    """Check whether each sample had the same noise in all runs, and all scalars still have a value."""
     runs = [noisy.full, *(run for case in noisy.cases for run in case.runs)]
     finite = {place for place, value in plain.full.scalars.items() if math.isfinite(value)}
     assert certificate.weighting is not None

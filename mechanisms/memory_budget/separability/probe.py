@@ -27,7 +27,7 @@ _LATER = (25199, 25200, 25201, _OFTEN - 1, _OFTEN, _OFTEN + 1)
 
 @dataclass
 class Run:
-    """What one run of the step gave: sketches of gradients by parameter, scalars, and tensors it had changed.
+    """Results of one run of the step: sketches of gradients by parameter, scalars, and tensors it had changed.
 
     Attributes:
         counters: numbers in attributes and in names outside of the model that it changed.
@@ -41,11 +41,11 @@ class Run:
 
     @property
     def tells(self) -> bool:
-        """Whether its loss has a value and a gradient; a mean over labels all of which are ignored has none."""
+        """Return whether its loss has a value and a gradient; a mean over labels all of which are ignored has none."""
         return math.isfinite(self.loss) and any(bool(gradient.any()) for gradient in self.gradients.values())
 
     def same_as(self, other: Run) -> bool:
-        """Whether it gave the same numbers bit by bit."""
+        """Return whether it gave the same numbers bit by bit."""
         return (
             self.loss == other.loss
             and self.gradients.keys() == other.gradients.keys()
@@ -157,13 +157,13 @@ class Prober:
         return probe
 
     def recorded(self, batch: Any) -> Any:
-        """What one run returns, of which only the operations matter."""
+        """Output of one run, of which only the operations matter."""
         self._scratch.restart()
         seed_all()
         return map_leaves(self._step(batch), lambda _, leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
     def depends_on_counters(self, batch: Any, names: Sequence[int], full: Run) -> str:
-        """Which numbers that each call of the step changes have a part in what it computes; empty if none has."""
+        """Numbers that each call of the step changes and that have a part in what it computes; empty if none has."""
         for value in _LATER if full.counters else ():
             self._scratch.restart()
             for key in full.counters:
@@ -248,7 +248,7 @@ def _backward(loss: Tensor, targets: tuple[Tensor, ...]) -> tuple[Tensor | None,
 
 
 def first_line(error: Exception) -> str:
-    """Of what a step says where it fails, with the kind of error; without "; ", behind which reports have advice."""
+    """Line that a step says where it fails, with the kind of error; without "; ", behind which reports have advice."""
     line = str(error).splitlines()[0] if str(error) else "no message"
     return f"{type(error).__name__}: {line.replace('; ', ', ')}"
 
@@ -309,7 +309,7 @@ _LAYERS_NAMED = 4
 
 @dataclass(frozen=True)
 class Verdict:
-    """How well one weighting fits.
+    """Verdict on how well one weighting fits.
 
     Attributes:
         error: largest relative difference of gradients, over all probes and cases; of losses, if that is larger.

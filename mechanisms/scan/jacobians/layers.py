@@ -49,7 +49,7 @@ class LayerJacobian(ABC):
         """The entries' values ``(entries, S)``; S is 1 if they are the same for all samples."""
 
     def still_fits(self, layer: nn.Module) -> bool:
-        """Whether the pattern is still right; it is not once the layer has been pruned further."""
+        """Return whether the pattern is still right; it is not once the layer has been pruned further."""
         return True
 
     def move(self, device: torch.device) -> None:

@@ -79,7 +79,7 @@ class CsrPattern:
 
     @property
     def is_full(self) -> bool:
-        """Whether every place is stored, so that the values are a dense matrix in row-major order."""
+        """Return whether every place is stored, so that the values are a dense matrix in row-major order."""
         return self.entries == self.rows * self.columns
 
     @cached_property
