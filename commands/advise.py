@@ -78,7 +78,7 @@ _OURS = ("strategy", "devices", "accelerator", "num_nodes", "callbacks", "logger
 
 @dataclass(frozen=True)
 class Setting:
-    """How a plain step runs: threads of its kernels, torch's fused optimizer kernel, the C library's heap kept."""
+    """Setting of a plain step: threads of its kernels, torch's fused optimizer kernel, the C library's heap kept."""
 
     threads: int
     fused: bool
@@ -92,7 +92,7 @@ class Setting:
 
 @dataclass
 class Row:
-    """What is known of one method. `verdict` is one of those above; `why` says why there is no number, or none counts.
+    """Findings on one method. `verdict` is one of those above; `why` says why there is no number, or none counts.
 
     `gain` is how many times as fast it is as what it is compared with, by round.
     """
@@ -319,7 +319,7 @@ class _Measuring:
         self._confirm()
 
     def _methods(self) -> dict[str, Method]:
-        """Those on one device first, as the plain step waits beside them; budgets follow from its peak."""
+        """Methods, those on one device first, as the plain step waits beside them; budgets follow from its peak."""
         advice = self._advice
         assert advice.plain_bytes is not None
         budgets = {f"memory_budget, {share} % of peak": advice.plain_bytes * share // 100 for share in (50, 25)}
@@ -330,7 +330,7 @@ class _Measuring:
         return dict(sorted(tried, key=lambda entry: (entry[1].over_ddp, entry[1].ranks)))
 
     def _why_not(self, method: Method) -> str:
-        """Why it need not be tried."""
+        """Reason why it need not be tried."""
         refused = [row.why for row in self._advice.rows if row.method.strategy == method.strategy]
         if any(_FLOOR in why for why in refused):
             return "a larger budget was too small already"
@@ -468,7 +468,7 @@ class _Measuring:
         return [ms for ms, _ in before], [ms for ms, _ in after]
 
     def _confirm(self) -> None:
-        """What is to be advised is measured again in new processes: where memory lies is decided once a process."""
+        """Measure again, in new processes, what is to be advised: where memory lies is decided once a process."""
         advice = self._advice
         while True:
             advice.choose()

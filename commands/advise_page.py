@@ -53,7 +53,7 @@ def _wrapped(paragraph: str, first: str = "", later: str = "") -> list[str]:
 
 
 def advice(whole: Whole) -> Iterator[str]:
-    """What to take and what was measured with it, in paragraphs, without the line to paste."""
+    """Advice on what to take, and what was measured with it, in paragraphs, without the line to paste."""
     plain, row, on_ranks = whole["plain"], _named(whole, "advised"), _named(whole, "advised_on_ranks")
     if on_ranks is not None:
         of_ddp = f"{on_ranks['name']} has {_gain(on_ranks)} times its speed: {_written(whole, on_ranks)}"

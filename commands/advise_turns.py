@@ -30,7 +30,7 @@ Block = tuple[float, int]
 
 
 class MethodError(Exception):
-    """Why a method does not apply, in its own words; `missing` is a module that is not installed."""
+    """Reason why a method does not apply, in its own words; `missing` is a module that is not installed."""
 
     def __init__(self, text: str, missing: str | None = None) -> None:
         super().__init__(text)
@@ -171,7 +171,7 @@ def in_turns(base: Running, other: Running, limit: Limit, rounds: int) -> tuple[
 
 
 def judged(gain: Spread) -> str:
-    """What a gain in speed says: its quartiles, or all of fewer than five rounds, have to lie on one side of 1."""
+    """Verdict on a gain in speed: its quartiles, or all of fewer than five rounds, have to lie on one side of 1."""
     least, most = gain.reach
     return FASTER if least > 1 else SLOWER if most < 1 else UNDECIDED
 
@@ -182,5 +182,5 @@ def notes_of(messages: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def no_effect(messages: Sequence[tuple[str, str]]) -> str:
-    """Why a method did nothing in these steps, in its own words; "" where it did something."""
+    """Reason why a method did nothing in these steps, in its own words; "" where it did something."""
     return next((text for text in notes_of(messages) if _HAS_NO_EFFECT.search(text)), "")

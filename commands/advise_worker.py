@@ -398,7 +398,7 @@ def _listen(record: list[tuple[str, str]]) -> None:
 
 
 def _facts(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """What the first process says about the job; it measures no method."""
+    """Facts that the first process tells about the job; it measures no method."""
     record: list[tuple[str, str]] = []
     with warnings.catch_warnings():
         _listen(record)

@@ -18,7 +18,7 @@ def check_folder(option: str, file: Path | None) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """What was wrong, and where if that was in code of the user's."""
+    """Line on what was wrong, and where if that was in code of the user's."""
     text = " ".join(str(error).split())
     place = _users_place(error)
     return f"{place}: {type(error).__name__}: {text}" if place else text

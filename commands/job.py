@@ -33,7 +33,7 @@ class _StandIn(Trainer):
 
 @dataclass
 class Job:
-    """What to plan: a model, a batch, what computes the loss, and the optimizers.
+    """Job to plan: a model, a batch, what computes the loss, and the optimizers.
 
     `gradients` says what those of the step before do; see `TrainingStep`.
     """
@@ -47,7 +47,7 @@ class Job:
 
 @dataclass
 class Given:
-    """What the command line names: a model, its first batch, and what makes an optimizer, if it says which."""
+    """Model that the command line names, its first batch, and what makes an optimizer, if it says which."""
 
     model: nn.Module
     batch: Any
@@ -55,7 +55,7 @@ class Given:
 
 
 def add_job_options(command: argparse.ArgumentParser) -> None:
-    """What names a job, for :func:`given_by`."""
+    """Add the options that name a job, for :func:`given_by`."""
     command.add_argument("words", nargs="*", metavar="WORD", help="package.module:function; with --config: overrides")
     command.add_argument("--config", type=Path, metavar="FILE", help="a Hydra config with model, data and so on")
     command.add_argument("--batch", type=int, help="samples in a batch")
@@ -63,7 +63,7 @@ def add_job_options(command: argparse.ArgumentParser) -> None:
 
 
 def given_by(options: argparse.Namespace, words: Sequence[str]) -> Given:
-    """What the command line names: with `--config` words are overrides, else the one word is a reference.
+    """Model and batch of the command line: with `--config` words are overrides, else the one word is a reference.
 
     Raises:
         ValueError: they name none.
@@ -111,7 +111,7 @@ class Supervised(LightningModule):
 
 
 def module_of(given: Given) -> LightningModule:
-    """What a Trainer can fit: the LightningModule that was given, or one around the plain module.
+    """Module that a Trainer can fit: the LightningModule that was given, or one around the plain module.
 
     Raises:
         ValueError: nothing says which optimizer.
@@ -206,7 +206,7 @@ def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> Given
 
 
 def _first_batch(data: Any) -> Any:
-    """Of a LightningDataModule or a loader; anything else is a batch."""
+    """First batch of a LightningDataModule or a loader; anything else is a batch."""
     if isinstance(data, LightningDataModule):
         data.prepare_data()
         data.setup("fit")
@@ -219,7 +219,7 @@ def _on(device: torch.device | str, batch: Any) -> Any:
 
 
 def _named_optimizer(options: argparse.Namespace) -> Make | None:
-    """What `--optimizer` names, with a learning rate, which every optimizer takes and no plan depends on.
+    """Optimizer that `--optimizer` names, with a learning rate, which every optimizer takes and no plan depends on.
 
     Raises:
         ValueError: it names no optimizer.
@@ -252,7 +252,7 @@ def _supervised_job(given: Given) -> Job:
 
 
 def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Of logits `(..., classes)`; maps `(samples, classes, height, width)` have classes in dimension 1."""
+    """Cross entropy of logits `(..., classes)`; maps `(samples, classes, height, width)` have them in dimension 1."""
     if outputs.dim() != 4:
         outputs, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
     return cross_entropy(outputs, targets)

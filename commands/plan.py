@@ -125,7 +125,7 @@ def _planned(
 
 
 def _floor_of(shape: PlannedShape, ask: Ask) -> BudgetError:
-    """What a refusal would say of this step. A step that fits was not asked what it needs at least."""
+    """Error that would refuse this step. A step that fits was not asked what it needs at least."""
     if shape.choice.floor is not None:
         return shape.choice.floor.refusal(0)
     progress("the step fits; searching for the smallest budget")
@@ -214,7 +214,7 @@ def _check_ranks(options: argparse.Namespace) -> int:
 
 
 def _data_parallel(options: argparse.Namespace, job: Job) -> dict[str, Any]:
-    """What DDP holds beside the model, as on each of its ranks; a plan that is saved says so."""
+    """Memory that DDP holds beside the model, as on each of its ranks; a plan that is saved says so."""
     if not options.ddp:
         return {}
     sums = 0

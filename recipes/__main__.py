@@ -53,7 +53,7 @@ def of_papers(hardware: str = "") -> list[str]:
 
 
 def run(config: DictConfig) -> None:
-    """What Hydra calls with a checked configuration: once, or once a job of a sweep."""
+    """Run a checked configuration: Hydra calls this once, or once a job of a sweep."""
     console = Console()
     if OmegaConf.is_missing(config, "recipe"):
         _list(console)
@@ -145,7 +145,7 @@ def _run_all(start: Any) -> None:
 
 
 def _left(settings: Settings) -> int:
-    """How many points a folder does not hold yet."""
+    """Number of points that a folder does not hold yet."""
     recipe: Recipe[Any] = hydra.utils.get_class(settings.recipe)()
     here = recipe.stored(settings, result_folder(settings, HydraConfig.get().overrides.task, recipe.all_axes))
     return len(recipe.points(settings)) - len(recipe.kept(replace(settings, rerun=False), here))

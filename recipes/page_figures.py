@@ -29,7 +29,7 @@ _FORMS = ("median", "quartiles", "range", "least", "most")
 
 @dataclass
 class Figure(Reading):
-    """How a figure is read from its result, and how it is written."""
+    """Way in which a figure is read from its result, and in which it is written."""
 
     # `median` or `quartiles` (behind the median) of one value, or of several ones' medians `range`, `least` or `most`
     form: str = "median"
@@ -71,7 +71,7 @@ def filled(text: str, texts: Mapping[str, str]) -> str:
 
 
 def texts_of(folder: Path) -> dict[str, str]:
-    """What is written for each figure of `figures.yaml`, by name; ValueError for one that cannot be read."""
+    """Text written for each figure of `figures.yaml`, by name; ValueError for one that cannot be read."""
     texts = {}
     stated: Any = OmegaConf.load(folder / FIGURES)
     for name_of_result, entries in stated.items():

@@ -44,14 +44,14 @@ def machine(result: Result) -> str:
 
 
 def duration(seconds: float) -> str:
-    """How long a measurement took."""
+    """Duration of a measurement."""
     if seconds <= 0:
         return "not recorded"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def verdicts_on_targets(result: Result) -> str:
-    """How many of this project's own targets are met and missed, and how many the quartiles leave undecided."""
+    """Numbers of this project's own targets that are met and missed, and that the quartiles leave undecided."""
     verdicts = [
         inside(line.measured, *((-inf, line.against.value) if line.against.at_most else (line.against.value, inf)))
         for line in recipe_of(result).compare(result)

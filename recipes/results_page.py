@@ -196,7 +196,7 @@ def _link(text: str, name: str) -> str:
 
 
 def anchor(paper: Paper, claim: Published) -> str:
-    """Where a link leads: `bppsa-figure-8`."""
+    """Anchor to which a link leads: `bppsa-figure-8`."""
     return f"{paper.paper}-{slug(place(claim).replace('.', '-'))}"
 
 
@@ -229,7 +229,7 @@ def _name(value: Value) -> str:
 
 
 def because(claim: Judged) -> str:
-    """Why it does not hold or cannot be said, and what a reader has to know."""
+    """Reason why it does not hold or cannot be said, and what a reader has to know."""
     published = claim.published
     texts = (claim.why, published.instead, published.note, published.missing)
     return " ".join(dict.fromkeys(filter(None, texts)))
@@ -265,7 +265,7 @@ def evidence(one: JudgedPaper, claim: Judged, folder: Path, age: Age) -> str:
 
 
 def tried(claim: Judged) -> str:
-    """How many there are, with least and most median at the place where they differ most.
+    """Number of tries, with least and most median at the place where they differ most.
 
     A place is known by its label. Where that does not tell, as it has numbers, the order does in a complete try.
     """

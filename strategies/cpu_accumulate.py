@@ -68,7 +68,7 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """What this strategy brings along."""
+        """Mechanisms that this strategy brings along."""
         return (Mechanism.HOST_REDUCTION, *([Mechanism.HOST_UPDATE] if self._update_on_host else []))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
         self._updates[optimizer] = HostUpdate(optimizer, reduction.parameters, group, timeout_of(self))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Where updates are divided: whole on the first rank, which writes checkpoints, and empty on others."""
+        """State; where updates are divided, whole on the first rank, which writes checkpoints, and empty on others."""
         update = self._updates.get(getattr(optimizer, "optimizer", optimizer))
         if update is None or not update.active:
             return super().optimizer_state(optimizer)
@@ -157,7 +157,7 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
         super().end_reduction()
 
     def report(self) -> HostReductionReport:
-        """What was added up so far, and where; what was updated together, and the state that this rank holds for it."""
+        """Report of sums so far, and of their place; of what was updated together, and of its state on this rank."""
         if self._reduction is None:
             return self._last_report
         divided = [update.report() for update in self._updates.values()]

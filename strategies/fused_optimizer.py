@@ -29,13 +29,13 @@ from retime.strategies.support.lightning_private import user_comm_hook
 
 
 class _Fused(LightningOnly, StepsFused):
-    """What both strategies do: hand every step to the stepping, and take everything off at the end."""
+    """Base of both strategies: hands every step to the stepping, and takes everything off at the end."""
 
     _stepping: FusedStepping
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """What this strategy brings along."""
+        """Mechanisms that this strategy brings along."""
         return (Mechanism.fusion(self._stepping.mode),)
 
     def setup(self, trainer: Trainer) -> None:
@@ -49,7 +49,7 @@ class _Fused(LightningOnly, StepsFused):
         super().teardown()
 
     def report(self) -> FusionReport:
-        """What was fused so far, and which steps ran the plain way, why."""
+        """Report of what was fused so far, and which steps ran the plain way, why."""
         return self._stepping.report()
 
     def flush(self) -> None:
@@ -121,7 +121,7 @@ class FusedOptimizerDDPStrategy(HostReductionMixin, _Fused, DDPArguments):
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """What this strategy brings along; in backward mode fusion owns the communication hook itself."""
+        """Mechanisms that this strategy brings along; in backward mode fusion owns the communication hook itself."""
         sums_beside_fusion = self.reduce_on == "host" and self._stepping.mode == "forward"
         return (*super().mechanisms, Mechanism.HOST_REDUCTION) if sums_beside_fusion else super().mechanisms
 

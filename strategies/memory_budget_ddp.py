@@ -80,7 +80,7 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """What this strategy brings along."""
+        """Mechanisms that this strategy brings along."""
         return (*super().mechanisms, Mechanism.HOST_REDUCTION) if self.reduce_on == "host" else super().mechanisms
 
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:

@@ -241,7 +241,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, StepsFused, DDP
             super().teardown()
 
     def report(self) -> OutOfOrderReport:
-        """What was re-ordered so far, and what could not be, why."""
+        """Report of what was re-ordered so far, and what could not be, why."""
         report = self._last_report if self._ooo is None else self._ooo.report()
         steps: FusionReport = self._stepping.report()
         report.plain_steps = steps.plain_steps

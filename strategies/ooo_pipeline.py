@@ -326,7 +326,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         return divided
 
     def _others(self, output: Any) -> dict[str, Any]:
-        """What a step returns beside its loss, if a hook may look at it."""
+        """Values that a step returns beside its loss, if a hook may look at them."""
         if not self._wants_outputs or not isinstance(output, Mapping):
             return {}
         others = {key: value for key, value in output.items() if key != "loss"}
@@ -334,7 +334,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     @contextmanager
     def _tried_out(self, trainer: Trainer) -> Iterator[None]:
-        """What runs inside logs nothing, and says what it would have."""
+        """Context in which a run logs nothing, and says what it would have."""
         assert self._log is not None
         assert self._kept is not None
         with muted_logging(trainer, self._kept.note_logger), self._log.batch():
@@ -409,7 +409,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     @property
     def _owners(self) -> Ownership | None:
-        """Who has which parameters, in a fit, or had them in the last one; None: all ranks have the whole."""
+        """Owner of each parameter, in a fit, or in the last one; None: all ranks have the whole."""
         if self._step is None:
             return self._owners_before
         return self._step.owners if self._step.is_spread else None
@@ -458,9 +458,9 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         return module is not None and not module.trainer.interrupted
 
     def timeline(self) -> list[Span] | None:
-        """What all ranks of this rank's pipeline did in the last step, on its first rank; all ranks call this."""
+        """Spans of all ranks of this rank's pipeline in the last step, on its first rank; all ranks call this."""
         return None if self._step is None else self._step.timeline()
 
     def report(self) -> PipelineReport:
-        """What this rank did so far."""
+        """Report of what this rank did so far."""
         return self._last_report if self._step is None else self._step.report()

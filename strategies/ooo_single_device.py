@@ -95,7 +95,7 @@ class OOOSingleDeviceStrategy(LightningOnly, StepsFused, SingleDevice):
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """What this strategy brings along."""
+        """Mechanisms that this strategy brings along."""
         fusion = () if self._stepping is None else (Mechanism.BACKWARD_FUSION,)
         return (Mechanism.TWO_STREAMS, *fusion)
 
@@ -122,7 +122,7 @@ class OOOSingleDeviceStrategy(LightningOnly, StepsFused, SingleDevice):
         super().teardown()
 
     def report(self) -> TwoStreamReport | None:
-        """What ran where in this fit so far, or in the last one; None before the first fit."""
+        """Report of what ran where in this fit so far, or in the last one; None before the first fit."""
         if self._two_streams is None:
             return self._last_report
         fusion = None if self._stepping is None else self._stepping.report()

@@ -45,7 +45,7 @@ class CPUAccumulate:
         )
 
     def report(self) -> HostReductionReport:
-        """What was summed so far, and where."""
+        """Report of what was summed so far, and where."""
         return self._last_report if self._reduction is None else self._reduction.report()
 
     def remove(self) -> None:

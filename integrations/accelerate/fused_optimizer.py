@@ -84,7 +84,7 @@ class FusedOptimizer:
             self._fusion.abandon_step()
 
     def report(self) -> FusionReport:
-        """What was fused so far."""
+        """Report of what was fused so far."""
         return self._fusion.report()
 
     def remove(self) -> None:

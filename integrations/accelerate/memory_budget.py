@@ -141,11 +141,11 @@ class MemoryBudget:
             yield
 
     def report(self) -> BudgetReports:
-        """What was planned and done so far, for :meth:`run` and :meth:`forward`: a list that prints as text."""
+        """Reports on plans and steps so far, for :meth:`run` and :meth:`forward`: a list that prints as text."""
         return BudgetReports(one.report() for one in (self._parts, self._whole) if one is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``accelerator.save_state()`` keeps: plans, so that they need not be searched for again."""
+        """State that ``accelerator.save_state()`` keeps: plans, so that they need not be searched for again."""
         steps = {"parts": self._parts, "whole": self._whole}
         return self._kept | {name: one.state_dict() for name, one in steps.items() if one is not None}
 

@@ -224,7 +224,7 @@ class OutOfOrderPipeline:
         return state if self._is_first else None
 
     def report(self) -> PipelineReport:
-        """What this process did so far."""
+        """Report of what this process did so far."""
         return self._last_report if self._step is None else self._step.report()
 
     def restore(self) -> None:

@@ -84,7 +84,7 @@ class OutOfOrderDataParallel:
             self._ooo.set_k(k)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``accelerator.save_state()`` keeps: the k that was found, nothing while the search is under way."""
+        """State kept by ``accelerator.save_state()``: the k that was found, nothing while the search is under way."""
         saved = None if self._ooo is None else self._ooo.k_choice.to_save()
         return {} if saved is None else saved.state()
 
@@ -100,7 +100,7 @@ class OutOfOrderDataParallel:
             self._ooo.flush()
 
     def report(self) -> OutOfOrderReport:
-        """What was re-ordered so far."""
+        """Report of what was re-ordered so far."""
         return OutOfOrderReport() if self._ooo is None else self._ooo.report()
 
     def remove(self) -> None:

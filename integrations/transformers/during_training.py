@@ -25,7 +25,7 @@ class Removable(Protocol):
     """An object for Accelerate, as far as it is needed here."""
 
     def report(self) -> Any:
-        """What was done so far."""
+        """Report of what was done so far."""
 
     def remove(self) -> None:
         """Take everything off again."""
@@ -69,7 +69,7 @@ class DuringTraining(Generic[_Report]):
         self._given.drop(self)
 
     def report(self) -> _Report:
-        """What was done in this training, or in the last one."""
+        """Report of what was done in this training, or in the last one."""
         report: _Report = self._report if self._made is None else self._made.report()
         return report
 
@@ -130,7 +130,7 @@ class _Given(TrainerCallback):  # type: ignore[misc]  # transformers is not foll
 
     @classmethod
     def to(cls, trainer: Trainer) -> _Given:
-        """What the trainer was given already, or nothing yet."""
+        """Record of what the trainer was given already, or of nothing yet."""
         callbacks = (one for one in trainer.callback_handler.callbacks if isinstance(one, cls))
         return next(callbacks, None) or cls(trainer)
 

@@ -178,7 +178,7 @@ class _Case:
             tick(f"{name}: {fact['verdict']}")
 
     def _fact(self, name: str) -> dict[str, Any]:
-        """What is said of a method; its numbers go into the rows."""
+        """Facts on a method; its numbers go into the rows."""
         fact: dict[str, Any] = {"verdict": LEFT_OUT, "why": "", "over": "", "trainer": ""}
         needs_ranks = name in METHODS and METHODS[name].ranks
         if needs_ranks and self._cores < RANKS:
@@ -225,7 +225,7 @@ class _Case:
         return {"weights": CLOSE if is_close else DIFFERENT, "difference": difference, "rounding": rounding}
 
     def _rounding_of(self, method: Method) -> float:
-        """How far the plain training's weights lie apart when the samples of its batches stand in reverse order."""
+        """Distance between the plain training's weights and those with the samples of its batches in reverse order."""
         name = self._variant(method)
         if name not in self._rounding:
             limit = self._limit()
@@ -293,7 +293,7 @@ def _apart(one: Any, other: Any) -> float:
 
 
 def methods_of(point: Point) -> dict[str, dict[str, Any]]:
-    """What is said of each method, by its variant's name."""
+    """Facts on each method, by its variant's name."""
     return {name: fact for name, fact in point.facts.items() if isinstance(fact, dict)}
 
 
@@ -307,7 +307,7 @@ def groups_of(point: Point) -> dict[str, list[str]]:
 
 
 def table(point: Point) -> list[str]:
-    """What was measured, in 80 columns."""
+    """Table of what was measured, in 80 columns."""
     rows = [_machine(point)]
     for plain, variants in groups_of(point).items():
         rows += ["", *_wrapped(_heading(point, plain)), _line("", "step", "speed", "", "peak", "weights")]

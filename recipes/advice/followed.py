@@ -113,14 +113,14 @@ def by_training(point: Point) -> Spread | None:
 
 
 def off_by(over: Spread, named: float) -> Spread:
-    """How far a gain by training lies from the one that was named; of its quartiles, the nearest and the farthest."""
+    """Distance of a gain by training from the one that was named; of its quartiles, the nearest and the farthest."""
     low, high = (end / named - 1 for end in over.reach)
     nearest = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
     return Spread(abs(over.median / named - 1), nearest, max(abs(low), abs(high)))
 
 
 def _advice(case: dict[str, Any], seconds: float, tick: Tick, *more: str) -> dict[str, Any]:
-    """What the command says of a case, as a user runs it."""
+    """Answer of the command on a case, as a user runs it."""
     with tempfile.TemporaryDirectory() as folder:
         config, answer = Path(folder, "case.yaml"), Path(folder, "advice.json")
         blocks = {key: case[key] for key in ("model", "data", "batch_size", "optimizer")}
@@ -145,7 +145,7 @@ def _advice(case: dict[str, Any], seconds: float, tick: Tick, *more: str) -> dic
 
 
 def _way(row: dict[str, Any]) -> dict[str, Any]:
-    """How a fit runs, of a method or of the strongest plain step."""
+    """Way in which a fit runs, of a method or of the strongest plain step."""
     return {key: row.get(key) for key in ("strategy", "arguments", "callback", "ranks", "threads", "kept_heap")}
 
 

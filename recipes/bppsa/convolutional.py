@@ -202,7 +202,7 @@ def first_difference(start: nn.Sequential, batch: Batch, levels: int | None) -> 
 
 
 def differences(point: Point, name: str, quantity: str) -> list[float]:
-    """How much a variant's loss differs from back-propagation's, in nats, one number a step."""
+    """Differences of a variant's loss from back-propagation's, in nats, one number a step."""
     pairs = zip(point.values(PLAIN, quantity), point.values(name, quantity), strict=True)
     return [abs(plain - ours) for plain, ours in pairs]
 

@@ -242,6 +242,6 @@ class Patterns(Recipe[ConvolutionalSettings]):
 
 
 def non_zeros(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """Where autograd's transposed Jacobian of ``layer`` is not zero: ``(inputs, outputs)``."""
+    """Mask of the non-zeros in autograd's transposed Jacobian of ``layer``: ``(inputs, outputs)``."""
     jacobian: Tensor = torch.autograd.functional.jacobian(layer, inputs, vectorize=True)  # type: ignore[no-untyped-call]
     return jacobian.detach().reshape(-1, inputs.numel()).t() != 0

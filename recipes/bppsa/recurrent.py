@@ -133,7 +133,7 @@ def gradient_differences(loops: dict[str, TrainingLoop], batch: Batch) -> dict[s
 
 
 def ratio(point: Point, variant: str, phase: str) -> Spread | None:
-    """How many times faster a variant's phase is than torch.nn's; None if one was not measured."""
+    """Speed of a variant's phase over torch.nn's; None if one was not measured."""
     return results.ratio(point, BASELINE, variant, phase)
 
 
@@ -143,7 +143,7 @@ def scans(point: Point) -> list[str]:
 
 
 def label(variant: str, point: Point | None = None) -> str:
-    """What a variant is called; `auto` by the solver that ran, at a point that says which."""
+    """Name of a variant; `auto` by the solver that ran, at a point that says which."""
     ran = point.facts.get(RAN) if point is not None and variant == OURS else None
     return f"auto: {label(ran)}" if ran else LABELS.get(variant, f"scan, {variant}")
 
@@ -312,7 +312,7 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
 
 
 def wanted(name: str) -> Any:
-    """What the scan over time is to reach: the least speeds over torch.nn, of layers or at every shape of a grid."""
+    """Target of the scan over time: the least speeds over torch.nn, of layers or at every shape of a grid."""
     return paper("bppsa").targets[name]
 
 
@@ -324,5 +324,5 @@ def layer(cell: str, hidden_size: int, seed: int, device: torch.device) -> nn.RN
 
 
 def speeds_of(point: Point) -> list[Row]:
-    """How many times faster `auto` is at each shape of a grid, the least first; none at other points."""
+    """Speedups of `auto` at each shape of a grid, the least first; none at other points."""
     return sorted((row for row in point.rows if row.quantity == RATIO), key=lambda row: row.spread.median)

@@ -288,7 +288,7 @@ class Marks:
 
 
 def overhead(settings: RecurrentSettings, inputs: Tensor) -> list[Row]:
-    """What the Jacobians of a network's layer add to torch.nn's forward pass, in %, and the parts of ours in ms.
+    """Time that the Jacobians of a network's layer add to torch.nn's forward pass, in %, and the parts of ours in ms.
 
     The paper has all of it in the forward pass; ours records less there, and does the rest before the scan.
     """
@@ -331,7 +331,7 @@ EPOCHS = "Tables 4 to 6 give seconds an epoch; their ratios stand beside ours, w
 
 
 def published(table: str, point: Point) -> dict[str, Claim]:
-    """What one of the paper's tables says at a point, by phase."""
+    """Claims of one of the paper's tables at a point, by phase."""
     return of_epochs(table, TABLES[table].format(**point.at))
 
 
@@ -354,7 +354,7 @@ def against(point: Point, table: str) -> list[Comparison]:
 
 
 def bounds(result: Result) -> list[str]:
-    """How close each point comes to a backward pass that takes no time; a scan leaves the forward pass alone."""
+    """Closeness of each point to a backward pass that takes no time; a scan leaves the forward pass alone."""
     lines = []
     for point in result.points:
         ours = point.fastest(scans(point), "step")

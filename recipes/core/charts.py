@@ -176,7 +176,7 @@ def bars(axes: Any, values: Mapping[str, Spread], colours: Sequence[int], rotati
 
 
 def _whiskers(values: Sequence[Spread]) -> list[list[float]]:
-    """What quartiles are below and above medians."""
+    """Distances of quartiles below and above medians."""
     below = [max(0.0, value.median - value.low) for value in values]
     return [below, [max(0.0, value.high - value.median) for value in values]]
 
@@ -193,7 +193,7 @@ def colour_key(label: str, colour: str) -> Patch:
 
 
 def colour_legend(drawing: Any, labels: Sequence[str], **options: Any) -> None:
-    """What each colour in turn means, below all charts; `options` go to matplotlib's `legend`."""
+    """Draw what each colour in turn means, below all charts; `options` go to matplotlib's `legend`."""
     keys = [colour_key(*pair) for pair in zip(labels, COLOURS, strict=False)]
     drawing.legend(handles=keys, fontsize=8, loc="outside lower center", ncols=len(keys), **options)
 

@@ -103,7 +103,7 @@ TRENDS = ("rises", "falls", "constant")
 
 @dataclass
 class Check:
-    """What confirms a claim; several fields hold together."""
+    """Condition that confirms a claim; several fields hold together."""
 
     # share of the paper's value by which ours may differ; of a speedup's gain, if the unit is x
     within: float | None = None
@@ -115,7 +115,7 @@ class Check:
 
 @dataclass
 class Reading:
-    """How values are read from a result. Without a field set, they are the recipe's own comparisons with this claim."""
+    """Way to read values from a result. Without a field set, they are the recipe's own comparisons with this claim."""
 
     # parts of a comparison's `where`, `what` and `note`; without `where` and `what` those with this claim
     lines: dict[str, str] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Published:
 
 @dataclass
 class Finding:
-    """What we found in a paper, and the claims whose rows support it."""
+    """Finding of ours in a paper, and the claims whose rows support it."""
 
     text: str
     claims: list[str]

@@ -21,7 +21,7 @@ from retime.recipes.core.results import Result
 
 
 class Provenance(TypedDict):
-    """What every measured point carries."""
+    """Origin that every measured point carries."""
 
     hardware: dict[str, str]
     versions: dict[str, str]
@@ -91,7 +91,7 @@ def load() -> float:
 
 
 def disturbances(seconds: float = 0.5) -> list[str]:
-    """What would disturb a measurement: a high load, and the three processes that take most of a core, if any does."""
+    """Disturbances of a measurement: a high load, and the three processes that take most of a core, if any does."""
     causes = [f"load {load():g} over a minute"] if load() > QUIET_LOAD else []
     list(psutil.process_iter(["cpu_percent"]))  # shares are of the time since this call; None where access is denied
     time.sleep(seconds)
@@ -133,7 +133,7 @@ def commits(result: Result) -> list[str]:
 
 
 def changed(result: Result) -> bool:
-    """Whether a point was measured with changes that were not committed."""
+    """Return whether a point was measured with changes that were not committed."""
     return any(point.commit is not None and point.commit.endswith(CHANGED) for point in result.points)
 
 
@@ -154,13 +154,13 @@ def age(result: Result, folders: Sequence[str]) -> str:
 
 @cache
 def whole() -> bool:
-    """Whether this runs from a checkout of the repository with its whole history."""
+    """Return whether this runs from a checkout of the repository with its whole history."""
     return _git("rev-parse", "--is-shallow-repository") == "false" and bool(_git("ls-files", Path(__file__).name))
 
 
 @cache
 def in_history(commit: str) -> bool:
-    """Whether a commit is an ancestor of what is checked out."""
+    """Return whether a commit is an ancestor of what is checked out."""
     return _git("merge-base", "--is-ancestor", commit, "HEAD") is not None
 
 
@@ -174,7 +174,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _printed(*command: str) -> str | None:
-    """What a command prints in this folder, or None where it fails or is not there."""
+    """Text that a command prints in this folder, or None where it fails or is not there."""
     here = Path(__file__).resolve().parent
     try:
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)

@@ -34,7 +34,7 @@ _STARTED = time.perf_counter()
 
 @dataclass(frozen=True)
 class Measured:
-    """What a recipe hands back for a point."""
+    """Rows and facts that a recipe hands back for a point."""
 
     rows: list[Row]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Recipe(ABC, Generic[S]):
     """What it does that takes `hardware=cpu`, for whoever chooses another device: `trains on a CPU`."""
 
     def points(self, settings: S) -> list[dict[str, Any]]:
-        """Where the points lie; each is a small dictionary of plain values. By default all combinations of `over`."""
+        """Places of the points; each is a small dictionary of plain values. By default all combinations of `over`."""
         names = [name for name, _ in self.over]
         return [dict(zip(names, at, strict=True)) for at in product(*(getattr(settings, s) for _, s in self.over))]
 
@@ -72,12 +72,12 @@ class Recipe(ABC, Generic[S]):
         """Draw the figure from the result alone."""
 
     def blocks(self, settings: S) -> int | None:
-        """How many ticks a point gives, if that is known before it runs."""
+        """Number of ticks that a point gives, if that is known before it runs."""
         turns = self.turns(settings)
         return None if turns is None else turns * (settings.rounds + settings.warmup_rounds)
 
     def turns(self, settings: S) -> int | None:
-        """How many variants take turns at a point, a tick each in every round, if that is known before it runs."""
+        """Number of variants taking turns at a point, a tick each in every round, if that is known before it runs."""
         return None
 
     def detail(self, settings: S, at: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Recipe(ABC, Generic[S]):
         return []
 
     def tables(self, result: Result) -> list[Table]:
-        """What a terminal shows of the points: by default a table each with `quantity` and its ratios."""
+        """Tables that a terminal shows of the points: by default one each with `quantity` and its ratios."""
         return [table_of(point, self.quantity, self.references(point), result.title) for point in result.points]
 
     def show(self, result: Result, console: Console) -> None:
@@ -119,7 +119,7 @@ class Recipe(ABC, Generic[S]):
         return (*self.axes, *(setting for _, setting in self.over))
 
     def needs(self, settings: S) -> str:
-        """What it takes beside a processor: root for links that are shaped, or a GPU."""
+        """Requirement beside a processor: root for links that are shaped, or a GPU."""
         return {"emulated": "root", "cuda": "GPU"}.get(settings.hardware.name, "")
 
     def stored(self, settings: S, folder: Path) -> Result:
@@ -129,7 +129,7 @@ class Recipe(ABC, Generic[S]):
         return Result(*words, points, self.simulated)
 
     def kept(self, settings: S, result: Result) -> list[dict[str, Any]]:
-        """Where a run measures nothing: points with the same settings, machine and versions; none with `rerun`."""
+        """Points where a run measures nothing: of the same settings, machine and versions; none with `rerun`."""
         if settings.rerun or not result.points:
             return []
         with pinned(settings.hardware.cores):  # cores and threads are part of the machine

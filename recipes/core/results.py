@@ -119,7 +119,7 @@ class Result:
         self.points = [old for old in self.points if old.at != point.at] + [point]
 
     def before(self) -> list["Result"]:
-        """What was measured before, newest first, on the same machine and with the same settings."""
+        """Results measured before, newest first, on the same machine and with the same settings."""
         former = [[old for old in reversed(new.former) if _alike(old) == _alike(new)] for new in self.points]
         tries = max(map(len, former), default=0)
         return [replace(self, points=[each[back] for each in former if back < len(each)]) for back in range(tries)]
@@ -151,12 +151,12 @@ def _point(data: dict[str, Any]) -> Point:
 
 
 def _alike(point: Point) -> Any:
-    """What measurements of a place share if they differ by when and how often they were made; code may have changed."""
+    """Key shared by measurements of a place that differ by when and how often they were made; code may have changed."""
     return point.hardware, {**point.settings, "recipe": "", "rounds": 0, "warmup_rounds": 0}
 
 
 def ratio(point: Point, reference: str | None, variant: str, quantity: str = "step") -> Spread | None:
-    """How many times faster `variant` is than `reference`; None if one of them was not measured."""
+    """Speed of `variant` over that of `reference`; None if one of them was not measured."""
     if reference is None or not point.has(reference, quantity) or not point.has(variant, quantity):
         return None
     return point.speedup(reference, variant, quantity)

@@ -18,7 +18,7 @@ OUTPUTS, RECORDED = "outputs", "results"
 
 @dataclass
 class Hardware:
-    """Where a recipe runs: `conf/hardware/cpu.yaml`, `cuda.yaml` or `emulated.yaml`."""
+    """Hardware that a recipe runs on: `conf/hardware/cpu.yaml`, `cuda.yaml` or `emulated.yaml`."""
 
     name: str = MISSING
     device: str = MISSING
@@ -28,7 +28,7 @@ class Hardware:
 
 @dataclass
 class Settings:
-    """What every recipe can be told."""
+    """Settings that every recipe takes."""
 
     name: str = MISSING  # of the experiment
     title: str = MISSING  # one line for the list of experiments

@@ -25,7 +25,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass
 class Training:
-    """What one `fit` left: times between steps in ms, the losses, a digest of the final weights."""
+    """Record of one `fit`: times between steps in ms, the losses, a digest of the final weights."""
 
     step_ms: list[float]
     losses: list[float]
@@ -127,7 +127,7 @@ class StepClock(Callback):
 
 @dataclass(frozen=True)
 class Run:
-    """How to train: the parts that differ between variants."""
+    """Way to train: the parts that differ between variants."""
 
     strategy: Callable[[], Strategy | str]
     flags: dict[str, bool] = field(default_factory=dict)
@@ -181,7 +181,7 @@ def train(
 
 
 def step_phases(fit: Callable[[Callback], object], warm_up: int) -> dict[str, float]:
-    """Where the steps of a fit with this callback spend their time, as `StepTimeline` sees it: medians over steps."""
+    """Times of the phases in steps of a fit with this callback, as `StepTimeline` sees them: medians over steps."""
     timeline = StepTimeline(every_n_steps=1, warm_up=warm_up, log=False, png=False, trace=False, page=False)
     fit(timeline)
     steps = [timing.metrics() for timing in timeline.timings]

@@ -15,7 +15,7 @@ EXACT = 1e-9
 
 
 class Verdict(StrEnum):
-    """What is said of a claim, in the order of the page's counts."""
+    """Verdicts on a claim, in the order of the page's counts."""
 
     HOLDS = "holds"
     IN_SIMULATION = "holds in simulation"
@@ -105,7 +105,7 @@ def accepted(check: Check, published: float | None, unit: str) -> tuple[float, f
 
 
 def inside(measured: Spread, low: float, high: float) -> bool | None:
-    """Whether median and :attr:`Spread.reach` lie within; None if that lies on both sides of a bound."""
+    """Return whether median and :attr:`Spread.reach` lie within; None if that lies on both sides of a bound."""
     slack = EXACT * max(1.0, abs(measured.median))
     least, most = measured.reach
     if low - slack <= least and most <= high + slack:
@@ -114,7 +114,7 @@ def inside(measured: Spread, low: float, high: float) -> bool | None:
 
 
 def along(check: Check, values: Sequence[Value]) -> bool | None:
-    """Whether values go as the trend says.
+    """Return whether values go as the trend says.
 
     Two values in the wrong order, beyond the quartiles of both, refute it; it is confirmed if there are none and the
     last value lies beyond the quartiles of the first.
@@ -198,7 +198,7 @@ def _from_point(how: Reading, point: Point) -> Spread | None:
 
 
 def _place(how: Reading, point: Point) -> float | None:
-    """Where a point lies on a trend's axis; None if that was not measured."""
+    """Place of a point on a trend's axis; None if that was not measured."""
     if how.over_row:
         variant, quantity = how.over_row
         return point.median(variant, quantity) if point.has(variant, quantity) else None
@@ -209,7 +209,7 @@ def _place(how: Reading, point: Point) -> float | None:
 
 
 def _said(comparisons: Sequence[Comparison], values: Sequence[Value]) -> str:
-    """What the recipe itself says of a value that does not hold."""
+    """Words of the recipe itself on a value that does not hold."""
     mark = "does not hold: "
     labels = {value.label for value in values}
     notes = [line.note.split(mark, 1)[1] for line in comparisons if mark in line.note and line.note in labels]
@@ -217,6 +217,6 @@ def _said(comparisons: Sequence[Comparison], values: Sequence[Value]) -> str:
 
 
 def counted(judged: Sequence[Judged]) -> dict[Verdict, int]:
-    """How many claims of the paper have each verdict, in the verdicts' order."""
+    """Number of the paper's claims with each verdict, in the verdicts' order."""
     claims = [claim for claim in judged if not claim.published.beside]
     return {verdict: sum(claim.verdict is verdict for claim in claims) for verdict in Verdict}

@@ -16,7 +16,7 @@ _FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib
 
 @dataclass(frozen=True)
 class Allocator:
-    """What a process is started with.
+    """Allocator that a process is started with.
 
     Attributes:
         label: its name in a report.
@@ -46,7 +46,7 @@ ALLOCATORS = {
 
 
 class NoAllocatorError(Exception):
-    """Why a process cannot be started with it here."""
+    """Reason why a process cannot be started with it here."""
 
 
 def environment_of(name: str, paths: Mapping[str, str | None]) -> dict[str, str]:

@@ -36,7 +36,7 @@ class Server:
         self._probe.start()
 
     def _rehearse(self, request: dict[str, Any], batch: Any) -> None:
-        """What libraries load and keep for this network is theirs and not the pool's: it is to be there before."""
+        """Let libraries load and keep what is theirs and not the pool's for this network: it is to be there before."""
         with CPUMemoryPool():
             loop = _loop({**request, "variant": "fused"}, batch)
             for _ in range(2):

@@ -119,7 +119,7 @@ class LayerTable(OnRanks):
 
 
 def exposure(point: Point) -> str:
-    """What the point says of the paper's claim that a step waits for the last layer's sum only."""
+    """Answer of the point to the paper's claim that a step waits for the last layer's sum only."""
     labels = _layers(point)
     left = [label for label in labels if point.median(label, EXPOSED) > 0]
     verdict = "no more than the paper's last layer" if left in ([], labels[-1:]) else "more than the paper's last layer"
@@ -136,7 +136,7 @@ def _layers(point: Point) -> list[str]:
 
 
 def _work(point: Point) -> list[float]:
-    """Of all layers, by round."""
+    """Milliseconds of work for all layers, by round."""
     return [sum(times) for times in zip(*(point.values(ALL, quantity) for quantity in COLUMNS), strict=True)]
 
 

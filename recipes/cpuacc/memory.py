@@ -103,7 +103,7 @@ class Memory(FreshStarts):
 
 
 def image_mib(few: Point, many: Point, label: str) -> float:
-    """What an image more takes."""
+    """Memory that an image more takes."""
     more = many.median(label, GROWN) - few.median(label, GROWN)
     return more / float(many.at["images"] - few.at["images"])
 

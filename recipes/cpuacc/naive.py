@@ -98,7 +98,7 @@ def _done(values: Tensor) -> Future[Tensor]:
 
 
 def sum_in_order(values: Tensor) -> Tensor:
-    """What all ranks give, added up one rank after the other."""
+    """Sum of what all ranks give, added up one rank after the other."""
     given = _sendable(values)
     every = [torch.empty_like(given) for _ in range(dist.get_world_size())]
     dist.all_gather(every, given)

@@ -109,7 +109,7 @@ class Targets(CaseRecipe[AccumulationSettings]):
 
 
 def place(point: Point) -> str:
-    """Where a point lies, in words."""
+    """Place of a point, in words."""
     return f"{point.at['network']}, {point.at['ranks']} ranks"
 
 

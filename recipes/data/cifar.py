@@ -19,7 +19,7 @@ IMAGE_BYTES = 3 * 32 * 32
 
 
 class Layout(NamedTuple):
-    """How one of the two datasets lies on disk."""
+    """Layout of one of the two datasets on disk."""
 
     name: str
     files: dict[str, list[str]]

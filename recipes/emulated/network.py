@@ -263,7 +263,7 @@ def call(*command: str) -> str:
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why this machine cannot emulate a cluster, or None if it can."""
+    """Reason why this machine cannot emulate a cluster, or None if it can."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, this is {sys.platform}"
     if os.geteuid() != 0:

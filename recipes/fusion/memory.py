@@ -198,7 +198,7 @@ class GradientPlace(Recipe[FusionSettings]):
 
 
 def places_in_practice(settings: FusionSettings, batch_size: int) -> int:
-    """How many addresses the weight gradients of one step have under backward fusion, in a bare loop under autograd."""
+    """Number of addresses of one step's weight gradients under backward fusion, in a bare loop under autograd."""
     (batch,) = build_batches(settings.data, batch_size, 1, torch.device("cpu"))
     model = build_model(settings.model, torch.device("cpu"), settings.seed)
     seen: set[int] = set()

@@ -148,7 +148,7 @@ def traffic(order: Schedule, sizes: dict[int, int], history: int) -> Counter[Any
 
 
 def _accesses(task: Task, history: int) -> Iterator[tuple[bool, str]]:
-    """Whether it is a read, and of what, in Figure 2's order."""
+    """Accesses in Figure 2's order: whether each is a read, and of what."""
     if task.kind in (Kind.F, Kind.O):
         yield True, "parameters"
     elif task.kind is Kind.W:  # added to what is there

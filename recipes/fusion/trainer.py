@@ -33,7 +33,7 @@ FIRST_GRADIENTS, GRADIENTS = "gradients alive, first step", "gradients alive, la
 
 
 def trainer_run(variant: str, *, distributed: bool = False) -> Run:
-    """How a Trainer runs a variant of the bare loop's table; all but `baseline` and `foreach` take the fused kernel."""
+    """Trainer's run of a variant in the bare loop's table; all but `baseline` and `foreach` take the fused kernel."""
     flags = {"baseline": {}, "foreach": {"foreach": True}}.get(variant, {"fused": True})
     mode = variant.removeprefix("retime_")
     if mode == variant:

@@ -375,7 +375,7 @@ def _limit_data(limit_bytes: int) -> None:
 
 
 def resident_bytes(device: torch.device = CPU) -> int:
-    """What this process holds of the machine's memory, or of a CUDA device's."""
+    """Bytes that this process holds of the machine's memory, or of a CUDA device's."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -390,7 +390,7 @@ _HINT = re.compile(r"\b(would help|choose)\b")
 
 
 def check(message: str, training: Training) -> tuple[dict[str, bool], str]:
-    """What a reader of the message can do with it, and what comes of training in the floor that it names."""
+    """Checks of what a reader of the message can do with it, and what comes of training in the floor that it names."""
     match = _MESSAGE.search(message)
     if match is None:
         return dict.fromkeys((FLOOR, TASK, LAYER, HINT), False), "none was named"

@@ -39,7 +39,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Host:
-    """What sums gradients: `bus_bytes_per_ms` in each direction for all devices together, and the processor."""
+    """Host that sums gradients: `bus_bytes_per_ms` in each direction for all devices together, and the processor."""
 
     devices: int
     bus_bytes_per_ms: float
@@ -69,7 +69,7 @@ def gradients(graph: TaskGraph, schedule: OffloadSchedule) -> list[Gradient]:
 
 
 def overlapped_ms(gradients: list[Gradient], schedule: OffloadSchedule, host: Host) -> float:
-    """When the last weights are back on all devices, from the start of the last round (Figure 8).
+    """Milliseconds from the start of the last round until the last weights are back on all devices (Figure 8).
 
     A gradient leaves all devices over the bus as soon as it is there and the bus free, the host sums it and updates the
     weights, which go back when no task needs the old ones. Copies of the schedule itself go first.
@@ -87,7 +87,7 @@ def overlapped_ms(gradients: list[Gradient], schedule: OffloadSchedule, host: Ho
 
 
 def naive_ms(gradients: list[Gradient], host: Host, device_bytes_per_ms: float) -> float:
-    """What comes after a step when one device sums: all gradients to it, the sum, all weights back (section 7.5)."""
+    """Time after a step when one device sums: all gradients to it, the sum, all weights back (section 7.5)."""
     total = sum(gradient.bytes for gradient in gradients)
     others = host.devices - 1
     adding = 3 * others * total / device_bytes_per_ms  # two reads and a write
@@ -95,7 +95,7 @@ def naive_ms(gradients: list[Gradient], host: Host, device_bytes_per_ms: float) 
 
 
 def backward_ms(schedule: OffloadSchedule) -> float:
-    """When the last task before the updates ends."""
+    """End of the last task before the updates."""
     return max(
         span.start_ms + span.duration_ms
         for span in schedule.spans
@@ -111,7 +111,7 @@ class _Lane:
         self._free_ms = 0.0
 
     def after(self, ready_ms: float, duration_ms: float) -> float:
-        """When a transfer ends that may start at `ready_ms`; what it cannot do before a copy it goes on with after."""
+        """End of a transfer that may start at `ready_ms`; what it cannot do before a copy it goes on with after."""
         now_ms, left_ms = max(self._free_ms, ready_ms), duration_ms
         for start_ms, end_ms in self._busy:
             if end_ms <= now_ms:

@@ -38,7 +38,7 @@ class NoMeterError(RuntimeError):
 
 @dataclass
 class Watch:
-    """What a meter saw.
+    """Record of what a meter saw.
 
     Attributes:
         joules: used meanwhile by all that the meter covers.
@@ -51,7 +51,7 @@ class Watch:
     samples: list[float] = field(default_factory=list)
 
     def add(self, seconds: float, joules: float, least_s: float = 0.0) -> None:
-        """What was used since the reading before; of less than ``least_s`` no power is kept, it would be chance."""
+        """Add what was used since the reading before; of less than ``least_s`` no power is kept, it would be chance."""
         self.seconds += seconds
         self.joules += joules
         if seconds > least_s:
@@ -260,7 +260,7 @@ class Power(NetworkRecipe):
 
 
 def _not_measured(point: Point) -> str | None:
-    """What a report says of a machine without a meter."""
+    """Line of a report on a machine without a meter."""
     if NO_METER not in point.facts:
         return None
     return f"{point.at['network']}: not measured, because this machine has no meter: {point.facts[NO_METER]}"

@@ -190,7 +190,7 @@ def _once_over_each(point: Point, where: str) -> Comparison:
 
 
 def _peaks(point: Point, where: str) -> list[Comparison]:
-    """What a rank held against its budget and against what was predicted for it."""
+    """Peak of a rank against its budget and against what was predicted for it."""
     peak, budget, predicted = (
         amount(point.values(ONCE, quantity)[0], "MiB") for quantity in (MEASURED, BUDGET, PREDICTED)
     )
@@ -223,7 +223,7 @@ def _block_ms(ranks: list[Worker], steps: int) -> float:
 
 
 def _ends(of: dict[str, list[Worker]], folder: Path) -> list[Row]:
-    """What each way held and reduced, and how far its weights are from those of one process."""
+    """Rows on what each way held and reduced, and on how far its weights are from those of one process."""
     rows = []
     for way, ranks in of.items():
         place = folder / f"{way}.pt"

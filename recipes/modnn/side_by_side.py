@@ -86,7 +86,7 @@ class Network:
         }
 
     def plan(self) -> dict[str, Any]:
-        """What a step needs: `ideal_bytes`, `plain_peak_bytes`, `plain_reserved_bytes`, `floor_bytes`; `parameters`;
+        """Needs of a step: `ideal_bytes`, `plain_peak_bytes`, `plain_reserved_bytes`, `floor_bytes`; `parameters`;
         whether its batch `stays_whole`, for batch statistics.
 
         The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it;
@@ -136,7 +136,7 @@ def no_failures() -> dict[str, dict[str, str]]:
 
 
 def failure(error: WorkerError) -> str:
-    """What became of a process that did not train: one of `FAILURES`, of which the last is for other reasons."""
+    """Fate of a process that did not train: one of `FAILURES`, of which the last is for other reasons."""
     text = str(error)
     if text.startswith("BudgetError"):
         return "refused"
@@ -212,7 +212,7 @@ def block_ms(worker: Worker, steps: int, name: str, facts: dict[str, Any]) -> fl
 
 
 def budget_name(budget: Any) -> str:
-    """How the rows of a budget are called: percents of the ideal peak, or the floor."""
+    """Name for the rows of a budget: percents of the ideal peak, or the floor."""
     return FLOOR if budget == FLOOR else f"{budget:g} %"
 
 
@@ -255,7 +255,7 @@ def _other_allocators(settings: MemorySettings) -> tuple[list[tuple[str, None, d
 
 
 def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list[Row]:
-    """What a process held and moved, and how far its weights are from those of the unlimited process."""
+    """Rows on what a process held and moved, and on how far its weights are from those of the unlimited process."""
     place = folder / f"{name}.pt"
     answer = worker.ask({"do": "end", "weights": str(place)})
     rows = [Row(name, MEASURED, "MiB", [answer["measured_bytes"] / MIB])]
@@ -276,7 +276,7 @@ def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list
 
 
 def away_ppm(place: Path, reference: Path) -> float:
-    """How far the weights of one file are from those of another: norm of the difference over the other's norm."""
+    """Distance of the weights of one file from those of another: norm of the difference over the other's norm."""
     ours, theirs = (torch.cat([each.flatten() for each in torch.load(weights)]) for weights in (place, reference))
     return 1e6 * float((ours - theirs).norm() / theirs.norm())
 
@@ -309,7 +309,7 @@ def budgets_of(point: Point) -> list[str]:
 
 
 def untrained(point: Point, budgets: Iterable[Any]) -> list[str]:
-    """Those of the budgets within which it did not train, each with the reason in a word."""
+    """Budgets within which it did not train, each with the reason in a word."""
     names = [budget_name(budget) for budget in budgets]
     return [f"{point.at['network']} at {name}{why_missing(point, name)}" for name in names if not point.has(name, STEP)]
 
@@ -388,7 +388,7 @@ def slowdowns(points: Iterable[Point]) -> Iterator[Comparison]:
 
 
 def _over(point: Point, name: str) -> str:
-    """Which step without a budget was the fastest, and the ratio over the C library's own way; empty if unknown."""
+    """Text on the fastest step without a budget, and the ratio over the C library's own way; empty if unknown."""
     plain = fastest_plain(point)
     if plain is None or not point.has(name, STEP):
         return ""

@@ -131,7 +131,7 @@ _PANELS_A_ROW = 3
 
 
 class SimulatedK40(NetworkRecipe):
-    """What these figures share: graphs, plans, and a result that says that it is simulated."""
+    """Base of these figures: graphs, plans, and a result that says that it is simulated."""
 
     quantity = BATCH
     simulated = True

@@ -402,7 +402,7 @@ def _refusals(points: list[Point]) -> Iterator[Comparison]:
 
 
 def _timed(points: list[Point]) -> list[Point]:
-    """Those of cases that are about times: an offload-only case is about weights."""
+    """Points of cases that are about times: an offload-only case is about weights."""
     return [point for point in points if point.settings["case"].get("times") is not False]
 
 

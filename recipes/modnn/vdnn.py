@@ -155,7 +155,7 @@ class VdnnPlus(Vdnn):
 def _saved_storages(
     model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, keep: list[Tensor]
 ) -> tuple[int, frozenset[int]]:
-    """How many storages a forward pass saves, and the numbers of those that are a convolution's input."""
+    """Number of storages that a forward pass saves, and the numbers of those that are a convolution's input."""
     reads = _ConvolutionInputs()
     plan = OffloadPlan(len(batch[0]))
     with preserve_state(model), reads.watching(model), OffloadSavedTensors(plan, HostNull(), keep, observer=reads):

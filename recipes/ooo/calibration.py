@@ -44,7 +44,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class Parameters:
-    """What the measured steps decide.
+    """Parameters that the measured steps decide.
 
     Args:
         share: of a link's rate that an all-reduce gets.

@@ -164,13 +164,13 @@ def bound_ms(point: Point) -> list[float]:
 
 
 def bound_fraction(point: Point, name: str) -> Spread | None:
-    """Which part of the bound's speed a variant reaches, in each round."""
+    """Share of the bound's speed that a variant reaches, in each round."""
     there = point.has(name, "step") and point.has(COMPUTE, "step")
     return speedup(bound_ms(point), point.values(name, "step")) if there else None
 
 
 def busy_ceiling(point: Point) -> Spread | None:
-    """How many times faster than `ddp` a schedule could be that does the same work and never waits, in each round.
+    """Speed over `ddp` that a schedule could reach with the same work and no waits, in each round.
 
     None for one rank, and for layers that sleep: their cores are idle at work.
     """

@@ -40,7 +40,7 @@ Box = tuple[int, str, float, float]
 
 
 class Notes:
-    """What ran in one step, in seconds."""
+    """Notes of what ran in one step, in seconds."""
 
     def __init__(self) -> None:
         self.boxes: list[Box] = []

@@ -39,7 +39,7 @@ class StepsOnRanks(Recipe[PipelineSettings]):
     quantity, axis = STEP, "step (ms)"
 
     def variants(self, case: PipelineSettings) -> list[str]:
-        """What takes turns."""
+        """Variants that take turns."""
         return case.schedules
 
     def needs(self, settings: PipelineSettings) -> str:
@@ -182,7 +182,7 @@ def simulated_ms(case: PipelineSettings, variant: str, hop_ms: float, beside_ms:
 
 
 def error_percent(point: Point, schedule: str) -> Spread:
-    """How much longer a step takes than its simulation."""
+    """Percentage by which a step takes longer than its simulation."""
     simulated = point.facts["simulated ms"][schedule]
     return spread([100 * (value / simulated - 1) for value in point.values(schedule, STEP)])
 

@@ -216,7 +216,7 @@ def _alive(pipeline: PipelineStep) -> int:
 
 
 def _beside_ms(unit_ms: float, batch: Tensor) -> float:
-    """What a task takes beside its layer, for the simulation: of a pipeline with one layer a rank, by ZB-H1."""
+    """Time that a task takes beside its layer, for the simulation: of a pipeline with one layer a rank, by ZB-H1."""
     model = SleepingModel(dist.get_world_size(), unit_ms)
     pipeline = PipelineStep(model, microbatches=len(batch) // _SAMPLES, schedule="zb_h1", split="fastest")
     for _ in range(2):

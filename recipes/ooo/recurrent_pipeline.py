@@ -136,7 +136,7 @@ def makespan(
     message: float,
     urgency: Callable[[Job], int],
 ) -> float:
-    """When the last task ends, if each free rank begins the most urgent task that is ready.
+    """End of the last task, if each free rank begins the most urgent task that is ready.
 
     Args:
         jobs: each task with those that it needs.

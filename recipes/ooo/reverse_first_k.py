@@ -217,7 +217,7 @@ def within_best(point: Point) -> Spread | None:
 
 
 def concavity_breaks(speeds: dict[int, float]) -> int:
-    """How many k are slower than the one before them on the way up to the top, or faster on the way down.
+    """Number of k that are slower than the one before them on the way up to the top, or faster on the way down.
 
     Differences below 1 % are taken for noise.
     """
@@ -304,7 +304,7 @@ def _draw_speeds(axes: Any, points: list[Point]) -> None:
 
 
 def _draw_parts(axes: Any, points: list[Point]) -> None:
-    """Where a step goes, by StepTimeline, with the idle part of the core's time as a line below each bar."""
+    """Draw where a step goes, by StepTimeline, with the idle part of the core's time as a line below each bar."""
     bars, idle = {}, []
     for point in points:
         for name in SHOWN:

@@ -34,7 +34,7 @@ class OutOfOrderSettings(Settings):
 
 @dataclass
 class SimulatedSettings(Settings):
-    """What the simulated out-of-order recipes can be told; each figure reads some of it."""
+    """Settings of the simulated out-of-order recipes; each figure reads some of them."""
 
     # Figure 4: unit times of forward, output gradient, weight gradient and synchronisation
     units: dict[str, float] = field(default_factory=dict)

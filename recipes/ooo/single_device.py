@@ -340,7 +340,7 @@ def gains(point: Point) -> dict[str, Spread]:
 
 
 def on_and_off(point: Point, ours: str, over: Spread) -> str:
-    """How many fits kept two streams on; where some did and others did not, the speed of each sort by itself."""
+    """Number of fits that kept two streams on; where some did and others did not, the speed of each sort by itself."""
     on = point.facts["kept"][ours]  # by fit, each of which has as many rounds
     each, words = len(over.rounds) // len(on), f"on in {sum(on)} of {len(on)} fits"
     kept, off = ([one for at, one in enumerate(over.rounds) if on[at // each] is sort] for sort in (True, False))
@@ -400,7 +400,7 @@ class Server:
 
 
 def _kept(report: Any) -> dict[str, Any]:
-    """What two streams report, if this is theirs: in a line, whether they are on, and their fastest setting."""
+    """Report of two streams, if this is theirs: in a line, whether they are on, and their fastest setting."""
     if not isinstance(report, TwoStreamReport):
         return {}
     on = report.setting is not None and report.setting.two_streams

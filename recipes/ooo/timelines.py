@@ -201,7 +201,7 @@ def variants(layers: int, ranks: int, micro_batches: int | None) -> dict[str, tu
 
 
 def _agrees(line: Comparison) -> bool:
-    """Whether a value rounds to the published one."""
+    """Return whether a value rounds to the published one."""
     assert line.measured is not None
     assert isinstance(line.against, Claim)
     return abs(line.measured.median - line.against.value) <= 0.01

@@ -72,7 +72,7 @@ class CountedRecipe(SimulatedRecipe[SimulatedSettings]):
         return ()
 
     def verdicts(self, point: Point) -> Iterable[str]:
-        """What the paper says of a DenseNet without a number."""
+        """Verdicts on what the paper says of a DenseNet without a number."""
         return ()
 
     def references(self, point: Point) -> dict[str, str]:

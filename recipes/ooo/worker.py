@@ -63,7 +63,7 @@ class IdleClock(Callback):
 
     @property
     def idle_ms(self) -> float:
-        """Of each counted step, all cores together.
+        """Idle milliseconds of each counted step, all cores together.
 
         Raises:
             ValueError: no step was counted.
@@ -81,7 +81,7 @@ def _idle_ms() -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """What one fit left: the training, and what an out-of-order strategy says about itself."""
+    """Record of one fit: the training, and what an out-of-order strategy says about itself."""
 
     training: Training
     k: int | None
@@ -138,7 +138,7 @@ class Fits:
         return statistics.median(done.step_ms[WARMUP_STEPS:])
 
     def phases_ms(self, name: str) -> dict[str, float]:
-        """Where the steps of one more fit spend their time, as `StepTimeline` sees it: medians over its steps."""
+        """Milliseconds of the phases in steps of one more fit, as `StepTimeline` sees them: medians over its steps."""
         return step_phases(lambda timeline: self.fit(name, callbacks=[timeline]), WARMUP_STEPS)
 
     def communication_ms(self, repeats: int = 3) -> float:
@@ -275,7 +275,7 @@ class _Announced(list[Batch]):
 
 
 def layers(request: dict[str, Any]) -> dict[str, Any]:
-    """What each layer costs with all ranks at work on their cores, and the whole update."""
+    """Costs of each layer with all ranks at work on their cores, and of the whole update."""
     model = _model(request)
     (batch,) = build_batches(request["data"], request["batch_size"], 1)
     times = layer_times(model, batch[0])
@@ -300,7 +300,7 @@ def _model(request: dict[str, Any]) -> nn.Module:
 
 
 def _search(fit: Fit) -> dict[str, Any]:
-    """How k="auto" went: the k that it tried, each with its step time, and in how many steps."""
+    """Search of k="auto": the k that it tried, each with its step time, and in how many steps."""
     assert fit.report is not None
     path = [[int(k), round(seconds * 1e3, 4)] for k, seconds in fit.report.searched.items()]
     return {"k": fit.k, "path": path, "steps": fit.report.search_steps, "report": fit.report.one_line}

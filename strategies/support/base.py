@@ -55,7 +55,7 @@ class NamesLostRanks(DDPMoments):
         self._tells_of_lost_rank(exception)
 
     def _tells_of_lost_rank(self, error: BaseException) -> bool:
-        """Whether it says that another rank is gone; it names the rank from here on."""
+        """Return whether it says that another rank is gone; it names the rank from here on."""
         text = None if self._processes is None else self._processes.explain(error)
         if text is None:
             return isinstance(error, RankLostError)
@@ -148,7 +148,7 @@ class HostReductionMixin(DDPMoments):
         return super().__getstate__() | {"_reduction": None}
 
     def make_reducer(self, model: DistributedDataParallel) -> Reducer | None:
-        """What sums this model's gradients; None: all-reduces where they are. All ranks call this before they train.
+        """Reducer for this model's gradients; None: all-reduces where they are. All ranks call this before they train.
 
         Raises:
             ValueError: it has sparse gradients, which the host does not sum.
@@ -184,7 +184,7 @@ class ReportsAcrossProcesses(NamesLostRanks):
 
     @abstractmethod
     def report(self) -> Any:
-        """What was done so far."""
+        """Report of what was done so far."""
 
     def take_report(self, report: Any) -> None:
         """Let :meth:`report` return rank 0's report from now on, until the next fit."""

@@ -114,7 +114,7 @@ class WholeBatchResults:
         self._loop.output_result_cls = _Results(Result)  # type: ignore[assignment]
 
     def put(self, output: Any, accumulated: int) -> None:
-        """What ``training_step`` would have returned; ``accumulated``: batches that its loss is divided by."""
+        """Keep what ``training_step`` would have returned; ``accumulated``: batches that its loss is divided by."""
         whole = dict(output) if isinstance(output, dict) else {"loss": output}
         whole["loss"] = whole["loss"] / accumulated
         self._whole = whole
@@ -197,12 +197,12 @@ class Budgeted(LightningOnly, Strategy):
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """What this strategy brings along."""
+        """Mechanisms that this strategy brings along."""
         return (Mechanism.MEMORY_BUDGET,)
 
     @abstractmethod
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
-        """What runs the steps of this fit; the model and the optimizers are where they train."""
+        """Make what runs the steps of this fit; the model and the optimizers are where they train."""
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -368,11 +368,11 @@ class Budgeted(LightningOnly, Strategy):
             write_plans(path, plans)
 
     def planned(self, batch: Any) -> PlannedShape | None:
-        """What was decided for batches like this one; None before that, and after the fit."""
+        """Decision for batches like this one; None before that, and after the fit."""
         return None if self._step is None else self._step.planned(batch)
 
     def report(self) -> BudgetReport | None:
-        """What was planned and done so far; None before the first fit."""
+        """Report of what was planned and done so far; None before the first fit."""
         return self._last_report if self._step is None else self._step.report()
 
 
@@ -405,7 +405,7 @@ def _see_no_loss(parts: SubBatches) -> None:
 
 
 def gradients_in(trainer: Trainer) -> Gradients:
-    """Whether gradients may be there in the backward pass of a fit: of batches before, or zeroed in place."""
+    """State of gradients in a fit's backward pass: whether any may be there, of batches before or zeroed in place."""
     schedulers = (one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler))  # type: ignore[attr-defined]
     kept = (
         trainer.accumulate_grad_batches > 1

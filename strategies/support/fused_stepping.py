@@ -331,7 +331,7 @@ class FusedStepping:
         self._plain = report
 
     def report(self) -> FusionReport:
-        """What was fused, over all optimizers."""
+        """Report of what was fused, over all optimizers."""
         living = {weakref.ref(one): self._report_of(one, fusion) for one, fusion in self._fusions.items()}
         now = (self._dropped | living).values()
         return self._plain.followed_by(functools.reduce(FusionReport.beside, now, FusionReport(mode=self.mode)))
@@ -344,7 +344,7 @@ class StepsFused(Strategy):
 
     @property
     def fuses_steps(self) -> bool:
-        """Whether this fit's steps go through the stepping."""
+        """Return whether this fit's steps go through the stepping."""
         return self._stepping is not None
 
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -72,7 +72,7 @@ class DDPMoments(DDPStrategy):
         super()._register_ddp_hooks()
 
     def choose_launcher(self, launcher: Launcher | None) -> Launcher | None:
-        """What launches the fit, given what Lightning would take."""
+        """Launcher of the fit, given what Lightning would take."""
         return launcher
 
     def _register_ddp_hooks(self) -> None:
@@ -84,7 +84,7 @@ class DDPMoments(DDPStrategy):
 
 
 def start_method_of(strategy: DDPStrategy) -> Any:
-    """How ``ddp_spawn`` and ``ddp_fork`` start processes; for the reports that come home from them."""
+    """Method by which ``ddp_spawn`` and ``ddp_fork`` start processes; for the reports that come home from them."""
     return read_private(strategy, "_start_method", "the reports of strategies that start processes of their own")
 
 
@@ -118,7 +118,7 @@ def given_device(strategy: SingleDeviceStrategy) -> torch.device:
 
 
 def skips_backward(trainer: Trainer) -> bool:
-    """Whether a callback takes the backward pass away (SWA's BatchNorm epoch); for memory budgets."""
+    """Return whether a callback takes the backward pass away (SWA's BatchNorm epoch); for memory budgets."""
     feature = "memory budgets in StochasticWeightAveraging's BatchNorm epoch"
     skips = getattr(trainer.fit_loop, "_skip_backward", None)
     return bool(read_private(trainer.fit_loop, "_skip_backward", feature) if skips is None else skips)
@@ -191,12 +191,12 @@ def _note_sigterm(connector: Any, number: int, frame: object) -> None:
 
 
 def has_batch_norm(callback: StochasticWeightAveraging) -> bool:
-    """Whether SWA runs an epoch for BatchNorm, and steps once more after it; for backward fusion."""
+    """Return whether SWA runs an epoch for BatchNorm, and steps once more after it; for backward fusion."""
     return bool(read_private(callback, "_model_contains_batch_norm", "fusion beside StochasticWeightAveraging"))
 
 
 def averages_models(strategy: Strategy) -> bool:
-    """Whether ``ddp`` averages weights after the step (post-local SGD); for fusion."""
+    """Return whether ``ddp`` averages weights after the step (post-local SGD); for fusion."""
     if not isinstance(strategy, DDPStrategy):
         return False
     return read_private(strategy, "_model_averager", "fusion beside post-local SGD") is not None

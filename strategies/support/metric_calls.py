@@ -136,7 +136,7 @@ class MetricCalls:
         self._returned.clear()
 
     def returned(self, value: Any) -> tuple[MetricCall, str | None] | None:
-        """Which call returned this very value for a part, and under which name; None if none did."""
+        """Call that returned this very value for a part, and the name under which it did; None if none did."""
         return self._returned.get(value) if isinstance(value, Tensor) else None
 
     @contextmanager
@@ -301,7 +301,7 @@ def _saving_apart(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _learns(metric: AnyMetric) -> bool:
-    """Whether a value may have a gradient."""
+    """Return whether a value may have a gradient."""
     return any(isinstance(one, Metric) and one.is_differentiable for one in metric.modules())
 
 

@@ -78,13 +78,13 @@ class LoggedCall:
 
     @property
     def reduced(self) -> By | None:
-        """How an epoch's values are reduced, where not to a mean."""
+        """Reduction of an epoch's values, where not to a mean."""
         reduce_fx = self.options.get("reduce_fx", "mean")
         return _REDUCED.get((reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")).lower())
 
     @property
     def assumed(self) -> By:
-        """How numbers add up that no example tells of."""
+        """Way in which numbers add up that no example tells of."""
         return self.reduced or ("batch_size" if self.sized else "samples")
 
 
@@ -106,7 +106,7 @@ def record(module: LightningModule, calls: Calls, name: str, value: Any, *argume
 
 
 def numbers_of(parts: Sequence[Calls]) -> dict[str, dict[int, LoggedCall]]:
-    """What parts log, by key and part."""
+    """Numbers that parts log, by key and part."""
     numbers: dict[str, dict[int, LoggedCall]] = {}
     for part, calls in enumerate(parts):
         for key, call in calls.items():
@@ -147,7 +147,7 @@ def shares(
 
 
 def _of_some(by: By, parts: str) -> str:
-    """What a value is that other parts of the batch did not log."""
+    """Meaning of a value that other parts of the batch did not log."""
     those = _TEXTS[by].format(them="those")
     return f"was logged by some {parts} only, and is {those}: the whole batch may have logged another value"
 
@@ -163,7 +163,7 @@ def _are_numbers(number: Number) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """What Lightning can log, other than metrics."""
+    """Return whether Lightning can log it, other than metrics."""
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
 
 
@@ -290,12 +290,12 @@ class PartLog:
 
 
 def place_of(key: str) -> str:
-    """Where a certificate finds what is logged under this key."""
+    """Place where a certificate finds what is logged under this key."""
     return f"output['{LOGGED}'][{key!r}]"
 
 
 def fitting(certificate: Certificate, call: LoggedCall) -> list[By]:
-    """How this number adds up in all examples, the most telling way first; all ways where it is always 0."""
+    """Ways in which this number adds up in all examples, the most telling first; all ways where it is always 0."""
     examples = certificate.examples
     if all(place_of(call.key) not in example.whole for example in examples):
         return []
@@ -320,7 +320,7 @@ def _fits(by: By, example: Example, call: LoggedCall, tolerance: float) -> bool:
 
 
 def _scalars(example: Example, key: str) -> tuple[float, list[float]]:
-    """What is logged under this key for an example's batch, and for its parts."""
+    """Numbers logged under this key for an example's batch, and for its parts."""
     place = place_of(key)
     return example.whole.get(place, math.nan), [part.get(place, math.nan) for part in example.parts]
 
@@ -345,7 +345,7 @@ def _value_and_doubt(call: LoggedCall, number: Number, parts: SubBatches) -> tup
 
 
 def _doubt_before(call: LoggedCall, certificate: Certificate) -> str:
-    """What the examples leave open, before anything is logged."""
+    """Doubt that the examples leave open, before anything is logged."""
     if not certificate.examples or place_of(call.key) not in certificate.examples[0].whole:
         return ""
     if not fitting(certificate, call):
@@ -356,7 +356,7 @@ def _doubt_before(call: LoggedCall, certificate: Certificate) -> str:
 
 
 def _doubt(by: By, some_only: bool = False, always_0: bool = False, was_same: bool = False) -> str:
-    """What a value is that may not be the whole batch's, and why."""
+    """Meaning of a value that may not be the whole batch's, and why it may not."""
     if some_only:
         return _of_some(by, "sub-batches")
     if always_0 or was_same:
@@ -377,12 +377,12 @@ def _size(number: Number, parts: SubBatches) -> Any:
 
 
 def _adds_up(key: str, certificate: Certificate) -> bool:
-    """Whether parts had the whole's number as their sum in all examples."""
+    """Return whether parts had the whole's number as their sum in all examples."""
     return all(whole == sum(some) for whole, some in (_scalars(one, key) for one in certificate.examples))
 
 
 def _was_same(key: str, certificate: Certificate) -> bool:
-    """Whether all examples gave the same for all of a batch and for each part: a mean then, or a maximum."""
+    """Return whether all examples gave the same for all of a batch and for each part: a mean then, or a maximum."""
     pairs = [_scalars(one, key) for one in certificate.examples]
     return all({*some} == {whole} and not math.isnan(whole) for whole, some in pairs)
 
@@ -405,7 +405,7 @@ _WAYS: tuple[By, ...] = ("weights", "samples", "sum")
 
 
 class _MetricPath(str):
-    """Where a logged metric is on the module, of which each rank has its own."""
+    """Path to a logged metric on the module, of which each rank has its own."""
 
 
 class PipelineLog:
@@ -448,7 +448,7 @@ class PipelineLog:
             self._here.calls = None
 
     def collected(self, calls: Sequence[Calls], weights: Sequence[float], samples: Sequence[int]) -> Any:
-        """What other ranks are to be told: calls put together, and metrics that have changed."""
+        """Message for other ranks: calls put together, and metrics that have changed."""
         states = {
             name: metric_state(metric)
             for name, metric in self._metrics.items()
@@ -516,7 +516,7 @@ class PipelineLog:
                 )
 
     def _way(self, look: FirstLook, weights: LossWeights, call: LoggedCall) -> tuple[By, str]:
-        """How a number is put together, and why that is not the whole batch's."""
+        """Way in which a number is put together, and why that is not the whole batch's."""
         key, ways = call.key, (call.reduced,) if call.reduced else _WAYS
         fallback = call.reduced or self._fallback
         try:
@@ -595,7 +595,7 @@ class PipelineLog:
 
 
 def _values(key: str, outputs: Sequence[Any]) -> set[float]:
-    """What steps logged, as far as they did."""
+    """Values that steps logged, as far as they did."""
     return {float(output[LOGGED][key].value) for output in outputs if key in output[LOGGED]}
 
 
@@ -605,7 +605,7 @@ def _counted(one: Examples) -> list[Any]:
 
 
 def _is_read(key: str, look: FirstLook) -> bool:
-    """Whether a number follows from values that were read; of what cannot be followed, whether it may."""
+    """Return whether a number follows from values that were read; of what cannot be followed, whether it may."""
     if not look.runs:
         return not look.examples
     here = _values(key, [look.runs[0].output])
@@ -614,7 +614,7 @@ def _is_read(key: str, look: FirstLook) -> bool:
 
 
 def _is_share_of_loss(key: str, examples: Sequence[Examples]) -> bool:
-    """Whether a number is the loss times a constant, in all that was seen."""
+    """Return whether a number is the loss times a constant, in all that was seen."""
     outputs = [output for one in examples for output in (one.whole, *_counted(one))]
     if not all(key in output[LOGGED] and float(loss_of(output)) for output in outputs):
         return False
@@ -623,7 +623,7 @@ def _is_share_of_loss(key: str, examples: Sequence[Examples]) -> bool:
 
 
 def _misfit(by: By, key: str, look: FirstLook) -> str | None:
-    """Where a number that is put together this way differs most from the whole batch's; None where it never does."""
+    """Text on where a number put together this way differs most from the whole batch's; None where it never does."""
     worst, message = 0.0, None
     for index, one in enumerate(look.examples):
         whole = one.whole[LOGGED].get(key)

@@ -42,7 +42,7 @@ def check_pipeline_fit(module: LightningModule, trainer: Trainer, precision: Pre
 
 
 def wants_outputs(module: LightningModule, trainer: Trainer) -> bool:
-    """Whether a hook of the user's is given what ``training_step`` returns."""
+    """Return whether a hook of the user's is given what ``training_step`` returns."""
     hook = "on_train_batch_end"
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     others = [one for one in callbacks if not type(one).__module__.startswith(("lightning.", "retime."))]
