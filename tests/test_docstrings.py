@@ -1,4 +1,4 @@
-"""Docstrings have one dialect, Google's: ``Args:``, ``Returns:``, ``Raises:``."""
+"""Docstrings have one dialect, Google's: ``Args:``, ``Returns:``, ``Raises:``; they begin with a noun or a verb."""
 
 import ast
 import re
@@ -36,6 +36,15 @@ def test_docstrings_are_in_googles_dialect(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     assert {str(file): found for file in files if (found := offences(tree_of(file)))} == {}
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_docstrings_begin_with_a_noun_or_a_verb(folder: str) -> None:
+    for file in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                first = (ast.get_docstring(node) or "Nothing").split()[0]
+                assert first not in {"What", "Whether", "Of", "Those", "How", "Where", "Why", "Who"}, (file, node.name)
 
 
 @pytest.mark.parametrize(
