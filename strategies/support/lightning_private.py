@@ -205,9 +205,8 @@ def averages_models(strategy: Strategy) -> bool:
 @contextmanager
 def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
     """``module.log`` inside logs as it does in that hook; for memory budgets, which log after their sub-batches."""
-    _ = hasattr(module, "_current_fx_name") or read_private(
-        module, "_current_fx_name", "logged values of memory budgets"
-    )
+    if not hasattr(module, "_current_fx_name"):
+        read_private(module, "_current_fx_name", "the logged values of memory budgets")
     with replaced_attributes(module, _current_fx_name=hook):
         yield
 
