@@ -1,4 +1,4 @@
-"""One real step in a bare loop, plain or on two streams: what each thread ran and when, and the bytes of its tensors.
+"""Real steps in a bare loop, plain or on two streams: what each thread ran and when, bytes of tensors, and turns.
 
 A layer on two streams computes its gradients by its ``forward.kernels``: others around those note start and end. The
 mechanism knows nothing of it, so that a step which is not recorded costs nothing.
@@ -10,6 +10,7 @@ import gc
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
 from typing import Any
@@ -22,17 +23,21 @@ from retime.mechanisms.fusion import fuse_optimizer
 from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model, build_optimizer, loss_of
+from retime.recipes.core.measure import interleave
 
 KINDS = ("backward pass, the rest", "forward pass", "output gradients", "weight gradients", "update")
 REST, FORWARD, OUTPUT, WEIGHT, UPDATE = range(len(KINDS))
 MAIN, SUB, OTHERS = "main thread", "sub-stream", "other threads of kernels"
 BUSY, BOXES, SETTINGS = "one step", "one step, boxes", "one step, settings"
+TURNED_PLAIN, TURNED_OFF = "plain", "taken off"
 _SHORT = {MAIN: "main", SUB: "sub-stream", OTHERS: "others"}
 LEGEND = (
     "time from the step's start (ms); white: the thread runs none of these\n"
     "cores: share of the step in which one ran the main thread, the sub-stream, or other threads of kernels"
 )
 WARM_UP_STEPS, STEPS = 5, 9
+TURN_STEPS = 4
+"""Steps of a turn; the first of them is not counted."""
 
 Case = dict[str, Any]
 Box = tuple[int, str, float, float]
@@ -152,15 +157,24 @@ class Loop:
         if one := self.two or self.fusion:
             one.remove()
 
+    def warm_up(self, forward: int = 0) -> None:
+        """Train some steps; of two streams, all but the first have so many threads in the forward pass."""
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+            if forward:  # the first step has the main stream's
+                self.two._use(replace(self.two._now, forward_threads=forward))
+
+    def turn_ms(self, threads: int) -> float:
+        """Return the median milliseconds of a step, of a few in a row in which kernels have so many threads."""
+        torch.set_num_threads(threads)
+        return round(statistics.median([self.step()["ms"] for _ in range(TURN_STEPS)][1:]), 4)
+
 
 def middle_step(case: Case, seed: int, threads: int, forward: int = 0, **which: Any) -> dict[str, Any]:
     """Return what :meth:`Loop.step` says of the step of median length, with so many threads in the forward pass."""
     loop = Loop(case, seed, threads, **which)
     loop.note_kernels()
-    for _ in range(WARM_UP_STEPS):
-        loop.step()
-        if forward:  # the first step has the main stream's
-            loop.two._use(replace(loop.two._now, forward_threads=forward))
+    loop.warm_up(forward)
     steps = [loop.step() for _ in range(STEPS)]
     loop.close()
     middle = statistics.median_low(step["ms"] for step in steps)
@@ -197,6 +211,38 @@ def both(case: Case, seed: int, plain: dict[str, Any], two: dict[str, Any]) -> d
         facts[f"{BOXES}, {name}"] = [";".join(map(str, box)) for box in step.pop("boxes")]
         facts[BUSY][name] = step
     return facts
+
+
+def label(kind: str, threads: int) -> str:
+    """Return the name of a variant whose kernels have so many threads."""
+    return f"{kind}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def in_turns(case: Case, seed: int, rounds: int, two: dict[str, Any], fused: bool) -> dict[str, list[float]]:
+    """Return milliseconds of a step, a value a round: plain, on two streams, and with two streams taken off again.
+
+    All are in one process, so that they share a heap and its pages: what processes differ by is not among them. Labels
+    end with the number of threads, as plain steps are tried with each; two streams have a single setting.
+
+    Args:
+        two: that setting, as of :func:`middle_step`.
+        fused: whether plain steps update in their backward pass.
+    """
+    threads, forward = two["threads"], two["forward"]
+    plain = Loop(case, seed, threads, two=False, fused=fused)
+    on, off = (Loop(case, seed, threads, two=True, layers=two["layers"]) for _ in range(2))
+    plain.warm_up()
+    on.warm_up(forward)
+    off.warm_up()
+    off.two._take_off()
+    blocks = {"two streams": partial(on.turn_ms, on.two._now.forward_threads)}
+    for number in range(1, threads + 1):
+        for name, loop in ((TURNED_PLAIN, plain), (TURNED_OFF, off)):
+            blocks[label(name, number)] = partial(loop.turn_ms, number)
+    turns = interleave(blocks, rounds)
+    for loop in (plain, on, off):
+        loop.close()
+    return turns
 
 
 def draw(axes: Any, title: str, facts: dict[str, Any]) -> None:

@@ -10,16 +10,17 @@ and both have that one. A search may take two streams off: a ratio is of all fit
 In cases with ``fuse_updates`` two streams have updates on the sub-stream, and ``fused_optimizer`` is one of the plain
 steps.
 
-A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive. The
+Processes more have bare loops. One records a step of either kind, kernel by kernel, and counts the bytes alive. The
 plain step is that of the verdict, in cases with ``fuse_updates`` the best ``fused_optimizer``; two streams have the
-setting that the search of their last fit kept, or else the fastest that it tried.
+setting that the search of their last fit kept, or else the fastest that it tried. Another has plain steps, steps on two
+streams, and steps from which two streams were taken off, in turns: what processes differ by is not among these.
 
 On a GPU (`hardware=cuda`, and the cases that say ``device: cuda``) fits of one process take turns: plain, compiled for
 few launches, with the network's passes in torch's own CUDA graphs, and two streams without graphs, with them and by
 search. CUDA events time the steps behind those of a search; a ratio is of the fits of one round.
 
 A case takes `processes` times allocators times (a start of about 10 s and 80 steps of each fit). On two cores
-`ooo_fig7` and `ooo_fig7_more` take about 36 minutes each, `ooo_fig7_compiled`, which compiles for minutes, about 40.
+`ooo_fig7` and `ooo_fig7_more` take about 42 minutes each, `ooo_fig7_compiled`, which compiles for minutes, about 45.
 """
 
 from __future__ import annotations
@@ -58,11 +59,13 @@ from retime.recipes.ooo.claims import claim
 from retime.recipes.ooo.settings import SingleDeviceSettings
 from retime.strategies import OOOSingleDeviceStrategy
 
-STEP, ALIVE = "step", "alive at the peak"
+STEP, ALIVE, TURNED = "step", "alive at the peak", "step of one process"
 PLAIN, COMPILED, GRAPH, TWO_STREAMS = "plain", "compiled", "CUDA graph", "two streams"
 SEARCH_STEPS = 40
 """Steps of every fit before the timed ones: what a search may take."""
 NOT_SLOWER, OVER_GRAPH = 0.99, 1.05
+KEPT_ON = "two streams that stay on, over the best plain step of their process"
+TAKEN_OFF = "two streams taken off, over the plain step of their process"
 PEAKS = 3
 """How often bytes are counted."""
 
@@ -91,10 +94,12 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         request = {"do": "begin", "case": case, "seed": settings.seed}
         missing, times, last = dict[str, str](), dict[str, list[float]](), dict[str, dict[str, Any]]()
         facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"], "kept": {}}
-        fits: dict[str, dict[str, Any]] = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
+        fits: dict[str, dict[str, Any]] = {one_step.label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
         fuses, fused = bool(case.get("fuse_updates")), "fused_optimizer"
         if fuses:
-            fits |= {_label(f"{PLAIN}, {fused}", n): {"threads": n, "method": fused} for n in range(1, threads + 1)}
+            fits |= {
+                one_step.label(f"{PLAIN}, {fused}", n): {"threads": n, "method": fused} for n in range(1, threads + 1)
+            }
         environments = environments_of(settings.allocators, settings.libraries, missing)
         with tempfile.TemporaryDirectory() as cache:
             if settings.compiled:
@@ -133,6 +138,10 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             ours, peer, _ = best_gain(Point(at, {}, rows), f"{PLAIN}, {fused}" if fuses else PLAIN)
             fit, environment = everything[str(peer)]
             two = {"threads": threads, **{key: last[str(ours)][key] for key in ("layers", "forward")}}
+            workers = {"": _worker(request, settings.timeout_s, environment, cache)}
+            with closing(workers):
+                turned = workers[""].ask({"do": "turns", "rounds": 2 * settings.rounds, "two": two, "fused": fuses})
+            rows += [Row(label, TURNED, "ms", values) for label, values in turned.items()]
             drawn = {PLAIN: {"threads": fit["threads"], "fused": fuses}, TWO_STREAMS: two}
             facts[one_step.SETTINGS] = f"{peer}, and {last[str(ours)]['setting']}"
             rows += _look(settings, request, environment, drawn, facts)
@@ -153,6 +162,12 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 if ours is not None and over is not None:
                     note = f"{_case(point)}, {_how(ours)}, over {best}; {on_and_off(point, ours, over)}"
                     lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
+            if (best := fastest_turned(point)) is not None:
+                plain, off = (f"{name}, {best}" for name in (one_step.TURNED_PLAIN, one_step.TURNED_OFF))
+                for words, ours, least in ((KEPT_ON, TWO_STREAMS, wanted), (TAKEN_OFF, off, NOT_SLOWER)):
+                    over = point.speedup(plain, ours, TURNED)
+                    note = f"{_case(point)}, over {plain}; {verdict(over, least)}"
+                    lines.append(Comparison(Target(words, "x", least), over, note))
         return [*lines, *_papers(result)]
 
     def notes(self, result: Result) -> list[str]:
@@ -202,6 +217,8 @@ def _draw_gains(axes: Any, result: Result) -> None:
     for kind, words in ((COMPILED, "the best compiled step"), (GRAPH, "a CUDA graph alone")):
         over = [best_gain(point, kind)[2] for point in result.points]
         series += [(f"over {words}", over)] if any(over) else []
+    turned = [kept_on(point) for point in result.points]
+    series += [("over plain, kept on in one process", turned)] if any(turned) else []
     for index, (words, values) in enumerate(series):
         places = [number + 0.16 * (index - (len(series) - 1) / 2) for number in range(len(values))]
         charts.points_with_spread(axes, places, values, words, index)
@@ -215,8 +232,10 @@ ON_CPU = (
     "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have the same "
     "allocator. All take turns in each round, and quartiles are over rounds. A fit whose search took two streams off "
     "runs plain steps; ratios pool it with fits that kept them, and remarks have each by itself where there are both. "
-    "Bytes alive are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in which two "
-    "streams stay on."
+    "Steps of one process are those of bare loops that take turns with one heap: processes differ by more than two "
+    "streams gain. One that has had two streams taken off runs a plain step's code, so its ratio shows what such turns "
+    "can tell apart. Bytes alive are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare "
+    "loop in which two streams stay on."
 )
 ON_DEVICE = (
     f"Fits take turns in each round, and quartiles are over rounds. CUDA events time the steps after {SEARCH_STEPS} of "
@@ -239,7 +258,7 @@ def _compile(
     """Compile for each number of threads, so that later processes find it done; the number and seconds, by label."""
     compiled: dict[str, tuple[int, float]] = {}
     for number in range(1, threads + 1):
-        label = _label(COMPILED, number)
+        label = one_step.label(COMPILED, number)
         try:
             workers = {"": _worker(request, settings.compile_limit_s, {}, cache)}
             with closing(workers):
@@ -305,10 +324,6 @@ def _is_drawn(point: Point) -> bool:
     return _is_looked_at(point) and one_step.BUSY in point.facts
 
 
-def _label(kind: str, threads: int) -> str:
-    return f"{kind}, {threads} thread{'s' if threads > 1 else ''}"
-
-
 def _how(label: str) -> str:
     """With which allocator two streams ran, or by what on a device."""
     return label.removeprefix(f"{TWO_STREAMS}, ")
@@ -337,6 +352,20 @@ def gains(point: Point) -> dict[str, Spread]:
     ours = sorted((point.median(label, STEP), label) for label in point.variants(STEP) if label.startswith(TWO_STREAMS))
     plain = {label: fastest(point, PLAIN, _how(label) if _is_on_cpu(point) else None) for _, label in ours}
     return {label: point.speedup(best, label, STEP) for label, best in plain.items() if best is not None}
+
+
+def fastest_turned(point: Point) -> str | None:
+    """With how many threads the plain steps were fastest that took turns in one process; None: none did."""
+    prefix = f"{one_step.TURNED_PLAIN}, "
+    labels = [label for label in point.variants(TURNED) if label.startswith(prefix)]
+    best = point.fastest(labels, TURNED)
+    return None if best is None else best.removeprefix(prefix)
+
+
+def kept_on(point: Point) -> Spread | None:
+    """Speed of two streams that stay on over the best plain step of the same process; None: none took turns."""
+    best = fastest_turned(point)
+    return None if best is None else point.speedup(f"{one_step.TURNED_PLAIN}, {best}", TWO_STREAMS, TURNED)
 
 
 def on_and_off(point: Point, ours: str, over: Spread) -> str:
@@ -369,6 +398,10 @@ class Server:
     def peak_bytes(self, request: dict[str, Any]) -> int:
         """Return the most bytes alive in a plain step, or in one on two streams."""
         return one_step.peak_bytes(self._case, self._seed, **request["which"])
+
+    def turns(self, request: dict[str, Any]) -> dict[str, list[float]]:
+        """Return what steps of bare loops take that have turns in this process."""
+        return one_step.in_turns(self._case, self._seed, request["rounds"], request["two"], request["fused"])
 
     def compile(self, request: dict[str, Any]) -> float:
         """Return the seconds of compiling."""

@@ -22,7 +22,19 @@ from retime.recipes.cpu_memory import allocators
 from retime.recipes.ooo import one_step, single_device
 from retime.recipes.ooo.claims import claim
 from retime.recipes.ooo.settings import SingleDeviceSettings
-from retime.recipes.ooo.single_device import ALIVE, COMPILED, GRAPH, PLAIN, SingleDevice, best_gain, fastest, gains
+from retime.recipes.ooo.single_device import (
+    ALIVE,
+    COMPILED,
+    GRAPH,
+    KEPT_ON,
+    PLAIN,
+    TAKEN_OFF,
+    TURNED,
+    SingleDevice,
+    best_gain,
+    fastest,
+    gains,
+)
 from support.recipes import assert_draws, fork_workers, settings_for
 from support.simulated_cuda import simulated_cuda
 
@@ -58,8 +70,11 @@ def test_it_measures_and_reports(
     assert "still searching" not in point.facts["reports"][ours]
     assert len(point.facts["kept"][ours]) == 1
     assert point.facts[one_step.SETTINGS].startswith(f"{fastest(point, PLAIN)}, and two streams")
-    verdicts, memory = recipe.compare(result)
+    verdicts, stays, off, memory = recipe.compare(result)
     assert isinstance(verdicts.against, Target)
+    assert [line.against for line in (stays, off)] == [Target(KEPT_ON, "x", 0.99), Target(TAKEN_OFF, "x", 0.99)]
+    assert all("linear, over plain, " in line.note and line.measured for line in (stays, off))
+    assert len(point.variants(TURNED)) == 1 + 2 * torch.get_num_threads(), "two streams; plain and taken off by threads"
     assert verdicts.note.startswith("linear, glibc, over plain, ")
     assert memory.against == claim("figure-9-peak")
     assert len(point.values("two streams", ALIVE)) == single_device.PEAKS
@@ -67,6 +82,22 @@ def test_it_measures_and_reports(
     cases = ["linear", "again", "and again"]
     assert_draws(recipe, replace(result, points=[replace(point, at={"case": case}) for case in cases]), tmp_path)
     assert [title.partition(":")[0] for title in drawn] == cases, "a step of each case"
+
+
+def test_two_streams_that_are_taken_off_leave_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops, close = list[one_step.Loop](), one_step.Loop.close
+    monkeypatch.setattr(one_step.Loop, "close", lambda loop: (loops.append(loop), close(loop)))
+    turns = one_step.in_turns(LINEAR, 0, 2, {"threads": 2, "layers": ["0"], "forward": 1}, False)
+    assert [*turns] == [
+        "two streams",
+        *(f"{name}, {n}" for n in ("1 thread", "2 threads") for name in ("plain", "taken off")),
+    ]
+    assert {len(values) for values in turns.values()} == {2}
+    _, on, off = loops
+    assert on.two.report().sub_stream + on.two.report().main_stream > 0
+    steps = one_step.TURN_STEPS * 3 * 2 + one_step.WARM_UP_STEPS  # a round of warm-up, and two
+    assert off.two.report().sub_stream + off.two.report().main_stream < 3 * steps, "only those of the first steps"
+    assert not [module for module in off._model.modules() if "forward" in vars(module)]
 
 
 def test_fused_cases_have_fused_optimizer_beside_the_plain_step(settings: SingleDeviceSettings, tmp_path: Path) -> None:
