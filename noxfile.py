@@ -43,6 +43,7 @@ COMBINATIONS = {
     "newest": Versions(),
     "python-3.12": Versions(python="3.12"),
     "python-3.13": Versions(python="3.13"),
+    "python-3.14": Versions(python="3.14"),
 }
 NAMES = ("python", "torch", "lightning", "accelerate", "transformers")
 HEAD = """# Versions
