@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import retime
+from support.ranks import run_two_ranks
 from support.trainers import IGNORED_WARNINGS, quiet_trainer
-from support.two_ranks import run_two_ranks
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:two streams have no effect")]
 ONE_DEVICE = {

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from support.process_ends import in_shared_memory, runs
+from support.ranks import run_two_ranks
 from support.time_limits import limit_s
-from support.two_ranks import run_two_ranks
 
 ENDS = {"SIGTERM": "SIGTERMException", "SIGINT": "SystemExit 1", "SIGKILL": None}
 """Signals, and how they end a rank's fit."""

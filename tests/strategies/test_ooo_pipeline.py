@@ -16,8 +16,8 @@ from retime.mechanisms.pipeline import warn_of_parts
 from support.browser import CHROMIUM, click_through
 from support.pipeline_counting import shown
 from support.pipeline_fits import FITS, Classifier, OnMeta, loader, trainer
+from support.ranks import run_ranks
 from support.trainers import IGNORED_WARNINGS
-from support.two_ranks import run_ranks
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:.*sync_dist")]  # one process
 NEAR = 1e-4

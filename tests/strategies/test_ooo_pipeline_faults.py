@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.process_ends import in_shared_memory, runs
-from support.two_ranks import run_two_ranks
+from support.ranks import run_two_ranks
 
 LOST = "RankLostError a message of"
 FAULTS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.two_ranks import run_two_ranks
+from support.ranks import run_two_ranks
 
 TOLD = {
     "keeps": "training_step keeps 'losses', 'last' on the module",

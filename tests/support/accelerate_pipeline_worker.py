@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from retime.integrations.accelerate import FusedOptimizer, OutOfOrderPipeline
 from retime.mechanisms.pipeline import PipelineError
-from support.two_ranks import run_rank
+from support.ranks import run_rank
 
 WIDTH, BATCH, BATCHES, ACCUMULATED = 96, 8, 8, 2
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from retime.integrations.accelerate import CPUAccumulate, FusedOptimizer
-from support.two_ranks import run_rank
+from support.ranks import run_rank
 
 STEPS = 6
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime import fuse_optimizer
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel
-from support.two_ranks import run_rank
+from support.ranks import run_rank
 
 STEPS = 4
 

@@ -23,9 +23,9 @@ from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.mechanisms.cpu_accumulation import shared_sums as sums
 from retime.mechanisms.cpu_accumulation.shared_sums import SharedFile, sums_library
 from retime.strategies import CPUAccumulateStrategy
+from support.ranks import run_rank
 from support.time_limits import limit_s
 from support.trainers import quiet_trainer
-from support.two_ranks import run_rank
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

@@ -55,7 +55,7 @@ from support.memory_budget import (
     norm,
 )
 from support.memory_budget_looks import Looks
-from support.two_ranks import run_rank
+from support.ranks import run_rank
 
 RANK = int(os.environ["RANK"])
 SMALL = 130_000  # bytes; the plain step needs 209,000 and its buckets 10,000

@@ -26,8 +26,8 @@ from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
 from retime.strategies import OOODataParallelStrategy
 from retime.strategies.ooo_ddp import FIXED_BUCKET_MB
+from support.ranks import run_rank
 from support.time_limits import limit_s
-from support.two_ranks import run_rank
 
 WIDTH = 160
 RANK = int(os.environ["RANK"])

@@ -14,7 +14,7 @@ from retime.mechanisms.cpu_accumulation import BucketReduction
 from retime.mechanisms.fusion import DataParallelFusion, ReductionHook
 from retime.mechanisms.memory_budget import BudgetedDataParallelStep, parse_host
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel
-from support.two_ranks import run_rank
+from support.ranks import run_rank
 
 STEPS = 6
 RANK = int(os.environ["RANK"])

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import Trainer
 
 from retime.integrations.transformers import CPUAccumulate, FusedOptimizer, MemoryBudget, OutOfOrderDataParallel
+from support.ranks import run_rank
 from support.transformers_trainers import assert_same, fit, trainer
-from support.two_ranks import run_rank
 
 WINDOWS = {"gradient_accumulation_steps": 3, "ddp_find_unused_parameters": False, "ddp_backend": "gloo"}
 NO_CLIPPING = {"max_grad_norm": 0}

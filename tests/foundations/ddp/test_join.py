@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.two_ranks import run_ranks
+from support.ranks import run_ranks
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from retime.foundations.ddp import RankLostError, RankProcesses, agreement, reductions
-from support.two_ranks import run_two_ranks
+from support.ranks import run_two_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system has no descriptors of processes")
 CLOSED = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")

@@ -3,7 +3,7 @@
 import torch
 
 from retime.foundations.ddp import scale
-from support.two_ranks import run_ranks, said_in
+from support.ranks import run_ranks, said_in
 
 
 def test_two_ways_to_scale() -> None:

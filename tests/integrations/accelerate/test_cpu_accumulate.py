@@ -8,7 +8,7 @@ from torch import nn
 
 from retime.foundations.messages import NoEffectWarning
 from retime.integrations.accelerate import CPUAccumulate
-from support.two_ranks import run_two_ranks, said_in
+from support.ranks import run_two_ranks, said_in
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")

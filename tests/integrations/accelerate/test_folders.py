@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("accelerate", reason="needs the extra lightning-retime[accelerate]")
 from support.accelerate_folders import ON_ONE, ON_TWO, assert_folders_are_interchangeable
-from support.two_ranks import run_two_ranks
+from support.ranks import run_two_ranks
 
 
 @pytest.mark.parametrize("name", ON_ONE)

@@ -11,7 +11,7 @@ from torch import nn
 
 from retime.foundations.messages import NoEffectWarning
 from retime.integrations.accelerate import OutOfOrderPipeline
-from support.two_ranks import run_ranks, said_in
+from support.ranks import run_ranks, said_in
 
 WORKER = "accelerate_pipeline_worker.py"
 

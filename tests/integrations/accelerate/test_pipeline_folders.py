@@ -14,7 +14,7 @@ from retime.foundations.messages import NoEffectWarning
 from retime.integrations.accelerate import OutOfOrderPipeline
 from support.accelerate_pipeline_folders import HALF, Loop, losses_of_one_device
 from support.accelerate_pipeline_worker import BATCHES
-from support.two_ranks import run_ranks, said_in
+from support.ranks import run_ranks, said_in
 
 WORKER = "accelerate_pipeline_folders.py"
 

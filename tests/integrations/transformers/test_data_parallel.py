@@ -5,7 +5,7 @@ import sys
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra lightning-retime[transformers]")
-from support.two_ranks import run_two_ranks
+from support.ranks import run_two_ranks
 
 WAYS = ("forward", "backward", "out of order", "host", "budget")
 

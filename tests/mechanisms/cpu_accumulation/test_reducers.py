@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from support.two_ranks import run_two_ranks
+from support.ranks import run_two_ranks
 
 
 @pytest.fixture(scope="module")

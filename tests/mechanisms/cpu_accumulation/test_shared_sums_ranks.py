@@ -8,8 +8,8 @@ import pytest
 
 from retime.foundations.native import NoLibraryError
 from retime.mechanisms.cpu_accumulation.shared_sums import sums_library
+from support.ranks import run_ranks, said_in
 from support.time_limits import limit_s
-from support.two_ranks import run_ranks, said_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
 WORKER = "host_sums_worker.py"

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook
+from support.ranks import run_two_ranks
 from support.time_limits import limit_s
-from support.two_ranks import run_two_ranks
 
 
 def test_two_ranks_keep_the_bits_of_plain_ddp() -> None:

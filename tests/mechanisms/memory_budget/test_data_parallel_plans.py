@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from support.two_ranks import run_two_ranks, said_in
+from support.ranks import run_two_ranks, said_in
 
 CHECKS = [
     "plans_of_a_run_are_taken_by_all_ranks",

@@ -8,7 +8,7 @@ import pytest
 from retime.foundations.ddp.reductions import bucket_mb
 from retime.mechanisms.out_of_order.k_search import MOST_STEPS, KTuner
 from support.paths import PYTHONPATH, SUPPORT
-from support.two_ranks import run_ranks, run_two_ranks, said_in
+from support.ranks import run_ranks, run_two_ranks, said_in
 from support.warm_start import run_program
 
 IN_A_BARE_LOOP = [

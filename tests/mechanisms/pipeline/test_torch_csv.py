@@ -12,8 +12,8 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from retime.schedules.pipeline import from_csv, placement_of, to_csv
+from support.ranks import run_two_ranks
 from support.torch_csv_worker import ORDERS
-from support.two_ranks import run_two_ranks
 
 TORCHS = {
     "1F1B": (1, (0, 1)),

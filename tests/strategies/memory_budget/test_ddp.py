@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 
 import retime
-from support.two_ranks import run_two_ranks, said_in
+from support.ranks import run_two_ranks, said_in
 
 CHECKS = [
     *("offload_keeps_the_bits", "sub_batches_add_up", "ranks_that_plan_differently"),
