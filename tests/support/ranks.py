@@ -1,16 +1,23 @@
-"""Run a worker script as gloo ranks, two or more, and collect what they print.
+"""Run tests, or a script, as gloo ranks, two or more, and collect what they print.
 
-Where starting ranks takes longer than most cases, a script runs many: `run_cases` there, `said_in` here.
+A test under `on_ranks` is a function that each rank runs. Starting ranks takes longer than most of them, so that one
+start runs all of a file.
 """
 
 import os
 import re
 import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import pytest
 
 import torch
 import torch.distributed as dist
@@ -19,6 +26,45 @@ from retime.foundations.workers import free_port
 from support.time_limits import limit_s
 from support.warm_start import Cold, Warm
 
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+"""This process's, in the tests that ranks run."""
+_MODULE = "tests_on_ranks"
+"""A test file's name on its ranks."""
+_cases: dict[tuple[str, int, bool], list[str]] = defaultdict(list)
+
+
+def on_ranks(*counts: Any, joined: bool = True) -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """Make a test of a function that runs on so many ranks; the file's other tests run in the same processes.
+
+    A function `before_case` of the file runs before each of them.
+
+    Args:
+        counts: numbers of ranks, as of `pytest.mark.parametrize`.
+        joined: False where the test makes the process group.
+    """
+
+    def decorate(body: Callable[[], None]) -> Callable[..., None]:
+        if body.__module__ == _MODULE:
+            return body
+        file, name = body.__code__.co_filename, body.__name__
+        for count in counts:
+            _cases[file, getattr(count, "values", [count])[0], joined].append(name)
+
+        @pytest.mark.parametrize("ranks", counts)
+        def test(ranks: int) -> None:
+            for rank in _ran(file, ranks, joined):
+                said_in(rank, name)
+
+        test.__name__, test.__doc__, test.__module__ = name, body.__doc__, body.__module__
+        return test
+
+    return decorate
+
+
+@cache
+def _ran(file: str, count: int, joined: bool) -> list[subprocess.CompletedProcess[str]]:
+    return run_ranks(count, file, *_cases[file, count, joined], joined=joined)
+
 
 def run_two_ranks(script: str, *arguments: str, timeout_s: float = 180) -> list[subprocess.CompletedProcess[str]]:
     """Start `tests/support/<script>` twice, with the variables torchrun sets; every process is gone afterwards."""
@@ -26,15 +72,20 @@ def run_two_ranks(script: str, *arguments: str, timeout_s: float = 180) -> list[
 
 
 def run_ranks(
-    count: int, script: str, *arguments: str, timeout_s: float = 180, warm: bool = True
+    count: int, script: str, *arguments: str, timeout_s: float = 180, warm: bool = True, joined: bool = True
 ) -> list[subprocess.CompletedProcess[str]]:
     """Start `tests/support/<script>` so many times, with torchrun's variables; every process is gone afterwards.
+
+    Given a test's own `__file__`, each process runs functions of that file: the arguments, see `run_cases`.
 
     What Lightning wrote into this process's environment (``PL_...``: a seed, for one) is not passed on.
 
     Args:
         warm: with everything imported; else from nothing, so that the environment's settings of the C library count.
+        joined: whether the functions of a test's file find a process group.
     """
+    if Path(script).is_absolute():
+        script, arguments = Path(__file__).name, (script, "joined" if joined else "alone", *arguments)
     tests = Path(__file__).parents[1]
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -91,8 +142,22 @@ def run_rank(
     os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
+def _main(file: str, joined: str, *cases: str) -> None:
+    """One rank of a test's file."""
+    spec = spec_from_file_location(_MODULE, file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[_MODULE] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    run_rank(vars(module), cases, joined=joined == "joined", before=getattr(module, "before_case", lambda: None))
+
+
 def said_in(ran: subprocess.CompletedProcess[str], case: str) -> str:
     """What a rank printed in one of its cases, which must have ended."""
     found = re.search(rf"^== {re.escape(case)}$(.*?)^== done$", ran.stdout, re.MULTILINE | re.DOTALL)
     assert found, f"{ran.stdout[-1000:]}\n{ran.stderr[-3000:]}"
     return found[1].strip()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
