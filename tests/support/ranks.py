@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-
 import torch
 import torch.distributed as dist
 
@@ -28,23 +27,27 @@ from support.warm_start import Cold, Warm
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 """This process's, in the tests that ranks run."""
+SHARED = Path(os.environ.get("RETIME_TESTS_SHARED", "/nowhere"))
+"""A folder that all of them see."""
 _MODULE = "tests_on_ranks"
 """A test file's name on its ranks."""
 _cases: dict[tuple[str, int, bool], list[str]] = defaultdict(list)
 
 
-def on_ranks(*counts: Any, joined: bool = True) -> Callable[[Callable[[], None]], Callable[..., None]]:
+def on_ranks(
+    *counts: Any, joined: bool = True, before: Callable[[], Any] = lambda: None
+) -> Callable[[Callable[[], None]], Callable[..., None]]:
     """Make a test of a function that runs on so many ranks; the file's other tests run in the same processes.
-
-    A function `before_case` of the file runs before each of them.
 
     Args:
         counts: numbers of ranks, as of `pytest.mark.parametrize`.
         joined: False where the test makes the process group.
+        before: runs on each rank before the test.
     """
 
     def decorate(body: Callable[[], None]) -> Callable[..., None]:
         if body.__module__ == _MODULE:
+            body.before = before  # type: ignore[attr-defined]
             return body
         file, name = body.__code__.co_filename, body.__name__
         for count in counts:
@@ -101,6 +104,7 @@ def run_ranks(
     path = str(Path(__file__).with_name(script))
     with ExitStack() as ends:
         folder = Path(ends.enter_context(TemporaryDirectory()))
+        common["RETIME_TESTS_SHARED"] = str(folder)
         ranks = []
         for rank in range(count):
             own = {**inherited, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -124,7 +128,7 @@ def run_cases(
     """On one rank: run these one after the other, each a function and its arguments: ``name|argument|argument``."""
     for case in cases:
         name, *arguments = case.split("|")
-        before()
+        getattr(functions[name], "before", before)()
         print(f"== {case}", flush=True)
         functions[name](*arguments)
         dist.barrier()
@@ -149,7 +153,7 @@ def _main(file: str, joined: str, *cases: str) -> None:
     assert spec.loader is not None
     sys.modules[_MODULE] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    run_rank(vars(module), cases, joined=joined == "joined", before=getattr(module, "before_case", lambda: None))
+    run_rank(vars(module), cases, joined=joined == "joined")
 
 
 def said_in(ran: subprocess.CompletedProcess[str], case: str) -> str:

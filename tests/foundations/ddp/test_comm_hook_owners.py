@@ -109,7 +109,7 @@ def loop(
     seen += [value.detach().clone() for value in net.state_dict().values()]
     if reducer is not None:
         model(torch.ones(2, 8)).square().mean().backward()  # the hook is DDP's again: nothing may start
-    del model, end, own_step, joins
+    model = end = own_step = joins = None
     gc.collect()
     assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
     return seen
