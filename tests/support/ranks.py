@@ -1,7 +1,7 @@
 """Run tests, or a script, as gloo ranks, two or more, and collect what they print.
 
 A test under `on_ranks` is a function that each rank runs. Starting ranks takes longer than most of them, so that one
-start runs all of a file.
+start runs eight of a file.
 """
 
 import os
@@ -31,13 +31,14 @@ SHARED = Path(os.environ.get("RETIME_TESTS_SHARED", "/nowhere"))
 """A folder that all of them see."""
 _MODULE = "tests_on_ranks"
 """A test file's name on its ranks."""
+_A_START = 8
 _cases: dict[tuple[str, int, bool], list[str]] = defaultdict(list)
 
 
 def on_ranks(
     *counts: Any, joined: bool = True, before: Callable[[], Any] = lambda: None
 ) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """Make a test of a function that runs on so many ranks; the file's other tests run in the same processes.
+    """Make a test of a function that runs on so many ranks, in processes of seven others of the file.
 
     Args:
         counts: numbers of ranks, as of `pytest.mark.parametrize`.
@@ -55,7 +56,7 @@ def on_ranks(
 
         @pytest.mark.parametrize("ranks", counts)
         def test(ranks: int) -> None:
-            for rank in _ran(file, ranks, joined):
+            for rank in _ran(file, ranks, joined, _cases[file, ranks, joined].index(name) // _A_START):
                 said_in(rank, name)
 
         test.__name__, test.__doc__, test.__module__ = name, body.__doc__, body.__module__
@@ -65,8 +66,9 @@ def on_ranks(
 
 
 @cache
-def _ran(file: str, count: int, joined: bool) -> list[subprocess.CompletedProcess[str]]:
-    return run_ranks(count, file, *_cases[file, count, joined], joined=joined)
+def _ran(file: str, count: int, joined: bool, start: int) -> list[subprocess.CompletedProcess[str]]:
+    cases = _cases[file, count, joined][start * _A_START : (start + 1) * _A_START]
+    return run_ranks(count, file, *cases, joined=joined)
 
 
 def run_two_ranks(script: str, *arguments: str, timeout_s: float = 180) -> list[subprocess.CompletedProcess[str]]:
@@ -151,6 +153,7 @@ def _main(file: str, joined: str, *cases: str) -> None:
     spec = spec_from_file_location(_MODULE, file)
     assert spec is not None
     assert spec.loader is not None
+    sys.path[0] = str(Path(file).parent)
     sys.modules[_MODULE] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
     run_rank(vars(module), cases, joined=joined == "joined")

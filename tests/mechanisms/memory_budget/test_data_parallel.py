@@ -1,4 +1,4 @@
-"""On two gloo ranks: budgeted steps of loops of one's own, over plain DistributedDataParallel."""
+"""Budgeted steps over DistributedDataParallel: what it holds beside a model; on two gloo ranks, loops of one's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.foundations.cpu_pool.pool import trim_heap
 from retime.foundations.measure.memory import MemoryProbe
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
-from retime.mechanisms.memory_budget.data_parallel import BudgetedDataParallelStep, bypass_ddp
+from retime.mechanisms.memory_budget.data_parallel import (
+    BudgetedDataParallelStep,
+    _piece_bytes,
+    _sizes,
+    bucket_bytes,
+    buckets_of,
+    bypass_ddp,
+    reduction_bytes,
+)
 from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.budget import BudgetError
@@ -24,7 +32,28 @@ from support.memory_budget import BATCH, OFFLOADS, SPLITS, Net, accelerate_loop,
 from support.memory_budget_ranks import SMALL, batches, budgeted, groups, on_two_ranks, other_backend, plan_with
 from support.ranks import RANK
 
+MIB = 2**20
 calls = 0  # of a step that counts them
+
+
+def test_a_bare_model_has_no_buckets() -> None:
+    for model in (None, nn.Linear(3, 2)):
+        assert (buckets_of(model), bucket_bytes(model), reduction_bytes(model)) == ("", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("total", "cap", "sizes"),
+    [(0, 25, []), (MIB // 2, 25 * MIB, [MIB // 2]), (30 * MIB, 25 * MIB, [MIB, 25 * MIB, 4 * MIB]), (4, 2, [2, 2])],
+)
+def test_sizes_of_buckets(total: int, cap: int, sizes: list[int]) -> None:
+    assert list(_sizes(total, cap)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "ranks", "piece"), [(MIB, 2, MIB // 4), (5 * MIB, 2, -(-5 * MIB // 6)), (64 * MIB, 2, MIB), (100, 4, 13)]
+)
+def test_pieces_of_a_ring_are_no_larger_than_a_mebibyte(nbytes: int, ranks: int, piece: int) -> None:
+    assert _piece_bytes(nbytes, ranks) == piece
 
 
 @on_two_ranks
