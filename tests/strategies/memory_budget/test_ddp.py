@@ -24,8 +24,19 @@ from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
-from support.memory_budget import BATCH, CLASSES, FEATURES, OFFLOADS, SPLITS, TINY, Net, assert_close, assert_way, norm
-from support.memory_budget_looks import Looks
+from support.memory_budget import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    OFFLOADS,
+    SPLITS,
+    TINY,
+    Looks,
+    Net,
+    assert_close,
+    assert_way,
+    norm,
+)
 from support.memory_budget_ranks import (
     SMALL,
     batches,
