@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import setuptools
 
-from support.floors import PAGE, floors, page_with_picture
 from support.paths import imports_in, imports_of, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -354,14 +353,3 @@ assert not {{"torch", "lightning", "numpy", "matplotlib"}} & set(sys.modules)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-
-
-def test_the_picture_is_that_of_the_imports() -> None:
-    page = PAGE.read_text("utf-8")
-    assert page == page_with_picture(page), "write it anew: python tests/support/floors.py"
-
-
-def test_rooms_stand_above_what_they_import() -> None:
-    placed = floors("foundations")
-    number = {room: floor for floor, rooms in enumerate(placed) for room in rooms}
-    assert number["torch_private"] < number["storages"] < number["parts"] < number["preserve_state"]
