@@ -6,6 +6,7 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -379,23 +380,6 @@ def test_batch_norm_offloads_only() -> None:
     assert report(ours).steps == 3
 
 
-class Plans(MemoryBudgetDDPStrategy):
-    """Sees that nothing is sent while a rank plans."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.made: list[Any] = []
-
-    def _make_step(self, *args: Any, **options: Any) -> Any:
-        def watched(*arguments: Any) -> Any:
-            before = _sent()
-            self.made.append(StepPlanner.make(*arguments))
-            assert _sent() == before
-            return self.made[-1]
-
-        return super()._make_step(*args, make_plan=watched, **options)
-
-
 def _sent() -> int:
     """Collectives so far."""
     group: Any = dist.distributed_c10d._get_default_group()
@@ -405,9 +389,17 @@ def _sent() -> int:
 @on_two_ranks
 def test_planning_communicates_nothing() -> None:
     plan_with(OFFLOADS)
-    strategy = Plans(SMALL)
-    fit(Net(), strategy, batches([[256, 256, 256], [16, 256, 256]][RANK]))
-    assert len(strategy.made) == [1, 2][RANK]
+    make, made = StepPlanner.make, []
+
+    def watched(*arguments: Any) -> Any:
+        before = _sent()
+        made.append(make(*arguments))
+        assert _sent() == before
+        return made[-1]
+
+    with patch.object(StepPlanner, "make", watched):
+        fit(Net(), MemoryBudgetDDPStrategy(SMALL), batches([[256, 256, 256], [16, 256, 256]][RANK]))
+    assert len(made) == [1, 2][RANK]
     assert _sent() > 0
 
 
