@@ -38,7 +38,7 @@ _cases: dict[tuple[str, int, bool], list[str]] = defaultdict(list)
 def on_ranks(
     *counts: Any, joined: bool = True, before: Callable[[], Any] = lambda: None
 ) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """Make a test of a function that runs on so many ranks, in processes of seven others of the file.
+    """Make a test of a function that runs on so many ranks, in processes that run up to seven others of the file.
 
     Args:
         counts: numbers of ranks, as of `pytest.mark.parametrize`.
@@ -69,11 +69,6 @@ def on_ranks(
 def _ran(file: str, count: int, joined: bool, start: int) -> list[subprocess.CompletedProcess[str]]:
     cases = _cases[file, count, joined][start * _A_START : (start + 1) * _A_START]
     return run_ranks(count, file, *cases, joined=joined)
-
-
-def run_two_ranks(script: str, *arguments: str, timeout_s: float = 180) -> list[subprocess.CompletedProcess[str]]:
-    """Start `tests/support/<script>` twice, with the variables torchrun sets; every process is gone afterwards."""
-    return run_ranks(2, script, *arguments, timeout_s=timeout_s)
 
 
 def run_ranks(
@@ -124,28 +119,15 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def run_cases(
-    functions: Mapping[str, Callable[..., Any]], cases: Sequence[str], before: Callable[[], Any] = lambda: None
-) -> None:
+def run_cases(functions: Mapping[str, Callable[..., Any]], cases: Sequence[str]) -> None:
     """On one rank: run these one after the other, each a function and its arguments: ``name|argument|argument``."""
     for case in cases:
         name, *arguments = case.split("|")
-        getattr(functions[name], "before", before)()
+        getattr(functions[name], "before", lambda: None)()
         print(f"== {case}", flush=True)
         functions[name](*arguments)
         dist.barrier()
         print("== done", flush=True)
-
-
-def run_rank(
-    functions: Mapping[str, Callable[..., Any]], cases: Sequence[str], *, joined: bool = True, **options: Any
-) -> None:
-    """All of one rank: it joins the others, unless its cases do so, runs the cases (see `run_cases`) and ends."""
-    torch.set_num_threads(1)
-    if joined:
-        dist.init_process_group("gloo")
-    run_cases(functions, cases, **options)
-    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 def _main(file: str, joined: str, *cases: str) -> None:
@@ -156,7 +138,11 @@ def _main(file: str, joined: str, *cases: str) -> None:
     sys.path[0] = str(Path(file).parent)
     sys.modules[_MODULE] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    run_rank(vars(module), cases, joined=joined == "joined")
+    torch.set_num_threads(1)
+    if joined == "joined":
+        dist.init_process_group("gloo")
+    run_cases(vars(module), cases)
+    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 
 
 def said_in(ran: subprocess.CompletedProcess[str], case: str) -> str:
