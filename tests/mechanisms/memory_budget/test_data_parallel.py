@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -198,6 +197,8 @@ def _squared(model: nn.Module) -> Callable[[Any], Any]:
 
 @on_two_ranks
 def test_accelerate_loops() -> None:
+    from accelerate.utils.memory import should_reduce_batch_size
+
     plan_with(SPLITS)
     for accumulate in (1, 2):
         plain, *_ = accelerate_loop("plain", accumulate, SMALL, data=loader(8))
