@@ -1,4 +1,4 @@
-"""The contract table can fail: strategies that are wrong on purpose are caught, on one rank and on two."""
+"""The contract table can fail: strategies that are wrong on purpose, in parts and in stages too, are caught."""
 
 import re
 from pathlib import Path
@@ -9,10 +9,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from contract import broken
 from contract.bench import run
+from contract.in_parts import folded, uneven_parts
+from contract.in_stages import all_completed, completed, of_all_ranks, together
 from contract.ranks import AT_WORK, RankError, RankRuns, let_work
 from contract.record import Record, Refusal, assert_same_run, differences, snapshot
-from contract.rows import PLAIN, Row
+from contract.rows import PLAIN, STRATEGIES, Row
 from contract.scenarios import SCENARIOS
+from retime.foundations.parts.combine import Certificate
+from retime.mechanisms.memory_budget import sub_batches
+from retime.mechanisms.memory_budget.planner import StepPlanner
 
 CAUGHT = [
     (broken.ScalesGradients, "optimizer_sgd"),
@@ -140,3 +145,80 @@ def test_tolerance_is_for_floating_point_only() -> None:
         assert_same_run(near, far, tolerance=1e-4)
     with pytest.raises(AssertionError, match="step: 3, retimed 4"):
         assert_same_run(Record({"step": 3}), Record({"step": 4}), tolerance=1.0)
+
+
+ROW = next(row for row in STRATEGIES if row.name == "memory_budget_parts")
+NAME = "optimizer_sgd"
+
+
+def ours(folder: Path) -> Record:
+    return run(ROW, SCENARIOS[NAME], folder)
+
+
+def test_catches_equal_weights_of_uneven_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sub_batches, "loss_weights", lambda certificate, parts, samples: [0.5, 0.5])
+    with pytest.raises(AssertionError, match="differs from the plain one"):
+        assert_same_run(run(PLAIN["auto"], SCENARIOS[NAME], tmp_path / "plain"), ours(tmp_path), ROW.tolerance)
+
+
+def test_catches_batches_that_stay_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(StepPlanner, "certify", lambda *_, **__: Certificate(None, "of no reason"))
+    with pytest.raises(AssertionError, match="of no reason"):
+        ROW.check_activity(frozenset(), ours(tmp_path))
+
+
+def test_catches_batches_that_are_split(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="split that has to stay whole"):
+        ROW.check_whole("target_network", ours(tmp_path))
+
+
+def test_parts_are_uneven() -> None:
+    assert [part[0].tolist() for part in uneven_parts([torch.arange(4)], 3)] == [[0, 1, 2], [3]]
+    assert len(uneven_parts([torch.arange(4)], 4)) == 1
+
+
+def test_a_trace_of_parts_becomes_the_batchs() -> None:
+    parts = [{"lr": [0.1], "loss": torch.tensor(1.0)}, {"grad": 7.0}, {"lr": [0.1], "loss": torch.tensor(5.0)}, ["end"]]
+    assert folded(parts, 4) == [{"lr": [0.1], "loss": torch.tensor(2.0)}, {"grad": 7.0}, ["end"]]
+
+
+STAGED = "optimizer_momentum"
+NAN = float("nan")
+
+
+def test_catches_one_rank_that_trains_wrongly(tmp_path: Path) -> None:
+    ours = RankRuns("wrong_in_stages", [STAGED], tmp_path)
+    try:
+        ranks = all_completed(ours.records(STAGED), STAGED)
+    finally:
+        ours.stop()
+    plain = run(PLAIN["auto"], SCENARIOS[STAGED], tmp_path / "plain")
+    for one in ranks:
+        with pytest.raises(AssertionError, match="differs from the plain one"):
+            assert_same_run(plain, one, broken.WRONG_IN_STAGES.tolerance)
+
+
+def test_notes_of_micro_batches_become_the_batchs() -> None:
+    notes = [{"lr": [0.1], "loss": torch.tensor(1.0)}, {"at": 1}, {"lr": [0.1], "loss": torch.tensor(5.0)}, {"at": 1}]
+    assert together(notes, [0.75, 0.25]) == [{"lr": [0.1], "loss": torch.tensor(2.0)}, {"at": 1}]
+    with pytest.raises(AssertionError, match="1 notes of"):
+        together(notes[:1], [0.75, 0.25])
+
+
+def test_a_ranks_nan_is_what_others_have() -> None:
+    mine, other = torch.tensor([1.0, NAN]), torch.tensor([3.0, 2.0])
+    assert completed(mine, other).tolist() == [1.0, 2.0]
+    assert completed({"a": [NAN, 1.0]}, {"a": [0.5, 7.0], "b": 3}) == {"a": [0.5, 1.0], "b": 3}
+    assert of_all_ranks([[{"w": 1.0}], [{"w": NAN}, {"loss": 2.0}]]) == [{"w": 1.0}, {"loss": 2.0}]
+
+
+def test_what_each_rank_must_have_is_not_taken_from_others() -> None:
+    whole, lacks = ({"weights": {"w": value}, "logged": [value], "trace": [value]} for value in (1.0, NAN))
+    rests = {"schedulers": [], "global_step": 1, "epoch": 1, "metrics": {}}
+    records = [Record({"fit 1": fit | rests}) for fit in (whole, lacks)]
+    _, second = all_completed(records, STAGED)
+    assert second.entries["fit 1"]["trace"] == [1.0]
+    with pytest.raises(AssertionError, match="logged/0: off by nan"):
+        assert_same_run(records[0], second)
+    _, second = all_completed(records, "exception_in_training_step")
+    assert second.entries["fit 1"]["weights"] == {"w": 1.0}

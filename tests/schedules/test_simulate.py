@@ -1,5 +1,7 @@
-"""The simulator against timelines worked out by hand."""
+"""The simulator against timelines worked out by hand, and the examples in the docstrings."""
 
+import doctest
+import importlib
 import math
 import random
 
@@ -225,3 +227,16 @@ def test_bad_input_says_what_to_change(arguments, message):
 def test_an_invalid_schedule_is_not_run():
     with pytest.raises(ScheduleError, match="W1 needs O2, which comes later"):
         simulate(Schedule.parse("W1 O2 W2"), lambda task: 1)
+
+
+NAMES = [
+    *("schedule", "simulate", "fusion", "timeline", "reverse_first_k", "two_streams", "modnn.bounds"),
+    *(f"pipeline.{name}" for name in ("placement", "simulation", "orders", "ooo_pipe", "torch_csv")),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docstring_examples(name):
+    ran = doctest.testmod(importlib.import_module(f"retime.schedules.{name}"))
+    assert ran.attempted
+    assert not ran.failed

@@ -1,16 +1,19 @@
 """One line at a fit's start says what will be done, one at its end what was, and nothing is said of other runs."""
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import retime
+from contract.models import Net
+from support.ranks import SHARED, run_ranks, said_in
 from support.trainers import IGNORED_WARNINGS, quiet_trainer
-from support.two_ranks import run_two_ranks
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:two streams have no effect")]
 ONE_DEVICE = {
@@ -66,9 +69,36 @@ def test_a_fit_that_fails_says_how_far_it_came(name: str, tmp_path: Path, said: 
     assert said()[-1].startswith(f"retime: {ONE_DEVICE[name][1]}")
 
 
+class Ours(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (text := record.getMessage()).startswith("retime: "):
+            self.lines.append(text)
+
+
+def fits_that_log() -> None:
+    """A strategy after the other; prints the first and the last line of each that is ours."""
+    warnings.simplefilter("ignore")
+    ours = Ours()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).addHandler(ours)
+    inputs = torch.randn(16, 6)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sin()), batch_size=4)
+    for name in ("fused_optimizer_ddp", "ooo_ddp", "cpu_accumulate_ddp", "memory_budget_ddp", "ooo_pipeline"):
+        quiet_trainer(strategy=name, devices=2, max_epochs=1, default_root_dir=SHARED).fit(Net(), data)
+        for line in ours.lines[:1] + ours.lines[1:][-1:]:  # between them others tell of searches and plans
+            print(line, flush=True)
+        ours.lines.clear()
+
+
 @pytest.mark.long
 def test_several_ranks_say_so_once() -> None:
-    first, second = (run.stdout.splitlines() for run in run_two_ranks("fit_lines_worker.py"))
+    first, second = (
+        said_in(run, "fits_that_log").splitlines() for run in run_ranks(2, __file__, "fits_that_log", joined=False)
+    )
     assert second == []
     for begin, end in zip(first[::2], first[1::2], strict=True):
         kind = begin.removeprefix("retime: ").split()[0]

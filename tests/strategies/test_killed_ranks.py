@@ -5,8 +5,8 @@ import re
 import pytest
 
 from support.process_ends import in_shared_memory, runs
+from support.ranks import run_ranks
 from support.time_limits import limit_s
-from support.two_ranks import run_two_ranks
 
 ENDS = {"SIGTERM": "SIGTERMException", "SIGINT": "SystemExit 1", "SIGKILL": None}
 """Signals, and how they end a rank's fit."""
@@ -38,7 +38,7 @@ ALL_LATER = [*(("ooo_pipeline", *one) for one in LATER), ("ooo_ddp", *LATER[1]),
 
 @pytest.mark.parametrize(("name", "number", "phase", "rank"), ALL_HITS)
 def test_a_signal_ends_all_ranks(name: str, number: str, phase: str, rank: int) -> None:
-    ranks = run_two_ranks("killed_fit.py", name, phase, number, str(rank), timeout_s=60)
+    ranks = run_ranks(2, "killed_fit.py", name, phase, number, str(rank), timeout_s=60)
     hit, other = ranks[rank], ranks[1 - rank]
     assert f"\n{ENDS[number]}" in hit.stdout if ENDS[number] else hit.returncode == -9, hit.stdout + hit.stderr[-2000:]
     process, _, how = other.stdout.partition("\n")
@@ -54,5 +54,5 @@ def test_a_signal_ends_all_ranks(name: str, number: str, phase: str, rank: int) 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "rank", "later_ms"), ALL_LATER)
 def test_a_signal_to_all_ranks_ends_all_alike(name: str, rank: int, later_ms: int) -> None:
-    for one in run_two_ranks("killed_fit.py", name, "training", "SIGTERM", str(rank), str(later_ms), timeout_s=60):
+    for one in run_ranks(2, "killed_fit.py", name, "training", "SIGTERM", str(rank), str(later_ms), timeout_s=60):
         assert "\ncallback SIGTERMException\nSIGTERMException" in one.stdout, one.stdout + one.stderr[-2000:]

@@ -1,23 +1,25 @@
 """`ooo_pipeline`: a plain LightningModule does not notice, whatever the Trainer is asked for."""
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from retime import DifferenceWarning, NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
 from retime.mechanisms.pipeline import warn_of_parts
 from support.browser import CHROMIUM, click_through
-from support.pipeline_counting import shown
-from support.pipeline_fits import FITS, Classifier, OnMeta, loader, trainer
+from support.pipeline_fits import FITS, Classifier, OnMeta, again, loader, trainer
+from support.ranks import RANK, RANKS, run_ranks, said_in
 from support.trainers import IGNORED_WARNINGS
-from support.two_ranks import run_ranks
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:.*sync_dist")]  # one process
 NEAR = 1e-4
@@ -27,9 +29,15 @@ NEAR = 1e-4
 def fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with both ranks' outcomes of all fits."""
     folder = tmp_path_factory.mktemp("fits")
-    for one in run_ranks(2, "pipeline_fits.py", str(folder), *FITS, timeout_s=200):
-        assert one.returncode == 0, one.stderr[-4000:]
+    for rank in run_ranks(2, __file__, *(cases := [f"fits_on_ranks|{name}|{folder}" for name in FITS]), joined=False):
+        said_in(rank, cases[-1])
     return folder
+
+
+def fits_on_ranks(name: str, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    strategy: Any = "ooo_pipeline" if name == "plain_fit" else again(None)
+    torch.save(FITS[name](strategy, Path(folder), RANKS), Path(folder) / f"{name}.{RANK}.pt")
 
 
 @pytest.mark.parametrize("name", FITS)
@@ -123,8 +131,88 @@ def test_what_micro_batches_change_is_said() -> None:
         warn_of_parts(nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Embedding(3, 3)), 2)
 
 
+SAMPLES, CLASSES = 32, 8
+
+
+class Counting(Classifier):
+    """Logs a count, a standard deviation, and a metric in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("samples", float(len(batch[1])))
+        self.log("spread", batch[0].std())
+        self.recent(batch[0].mean())
+        self.log("recent", self.recent)
+        return super().training_step(batch, batch_idx)
+
+
+class Perplexity(LightningModule):
+    """Begins with outputs near 0, where micro-batches are alike, whatever is made of their losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        last = nn.Linear(32, CLASSES)
+        nn.init.normal_(last.weight, std=0.02)
+        nn.init.zeros_(last.bias)
+        self.net = nn.Sequential(nn.Embedding(20, 32), nn.Linear(32, 32), nn.Tanh(), last)
+        self.shown: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        right = (logits.argmax(-1) == batch[1]).float()
+        self.log_dict({"loss": loss, "twice": 2 * loss.detach(), "read": loss.item()})
+        self.log_dict({"right": right.mean(), "how many": right.sum(), "samples": float(len(right)), "rate": 0.5})
+        self.log("largest", logits.max(), reduce_fx="max")
+        self.log("summed", right.sum(), reduce_fx="sum")
+        self.log("perplexity", loss.exp())
+        self.log("read perplexity", math.exp(loss.item()))
+        self.log("root", logits.square().mean().sqrt())
+        self.log("ratio", logits.square().sum() / logits.abs().sum())
+        self.log("mean of largest", logits.max())
+        self.log("of the right", logits[right > 0].sum() / right.sum().clamp(min=1))
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.shown.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+def shown(strategy: Any, folder: Path, devices: int) -> list[dict[str, float]]:
+    """What is logged in each of 20 steps; half of the labels are random."""
+    drawn = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 20, (SAMPLES,), generator=drawn)
+    labels = tokens % CLASSES
+    labels[SAMPLES // 2 :] = torch.randint(0, CLASSES, (SAMPLES // 2,), generator=drawn)
+    module = Perplexity()
+    fit = trainer(strategy, folder, devices=devices, max_epochs=20)
+    fit.fit(module, DataLoader(TensorDataset(tokens, labels), batch_size=SAMPLES))
+    return module.shown
+
+
+def counts(given: str) -> None:
+    folder = Path(given)
+    draws = PipelineTimeline(2, folder / "drawn")
+    said = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit = trainer("ooo_pipeline", folder, devices=2, max_steps=2, callbacks=[draws])
+        fit.fit(Counting(), loader(), loader())
+        said["counting"] = [str(one.message) for one in caught if one.category is DifferenceWarning]
+        caught.clear()
+        values = shown(OOOPipelineStrategy(microbatches=4), folder, 2)
+        said["perplexity"] = [str(one.message) for one in caught if one.category is DifferenceWarning]
+    print(json.dumps({"said": said, "shown": values}))
+
+
 TOLD = {
-    "perplexity": "it goes through `exp` (pipeline_counting.py:",
+    "perplexity": "it goes through `exp` (test_ooo_pipeline.py:",
     "read perplexity": "where outputs of layers are others, sample by sample",
     "root": "it goes through `sqrt`",
     "ratio": "divides by what is computed from the batch",
@@ -136,10 +224,8 @@ TOLD = {
 
 def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
     """Once, by the first rank, although in the first batch all micro-batches are alike; all others are as they were."""
-    done = run_ranks(2, "pipeline_counting.py", str(tmp_path), timeout_s=100)
-    for one in done:
-        assert one.returncode == 0, one.stderr[-3000:]
-    first, last = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    done = run_ranks(2, __file__, case := f"counts|{tmp_path}", timeout_s=100, joined=False)
+    first, last = (json.loads(said_in(rank, case).splitlines()[-1]) for rank in done)
     assert last["said"] == {"counting": [], "perplexity": []}
     spread, recent, mean = first["said"]["counting"]
     assert mean.startswith("MeanMetric 'recent' takes a value from each micro-batch")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from support.two_ranks import run_ranks
+from support.ranks import run_ranks
 
 ONE_DEVICE = ("fused_optimizer", "fused_optimizer_forward", "memory_budget", "ooo_single_device", "scan")
 MOST = {

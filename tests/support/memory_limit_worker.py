@@ -12,14 +12,13 @@ import json
 import resource
 import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from retime.foundations.cpu_pool.pool import give_back_freed_memory, trim_heap
-from retime.foundations.measure.memory import MemoryProbe
+from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.mechanisms.memory_budget.costs import StepCosts, calibrate
 from retime.mechanisms.memory_budget.dry_run.run import EVERYTHING, TrainingStep, replay, take
 from retime.mechanisms.memory_budget.offload.hosts import HostDisk
@@ -44,12 +43,6 @@ def network(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return cross_entropy(model(batch[0]), batch[1])
-
-
-def resident_bytes(field: str) -> int:
-    """A line of the kernel's status of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
 
 
 def run(step: TrainingStep, plan: OffloadPlan, host: HostDisk, probe: MemoryProbe | None = None) -> str:
@@ -78,7 +71,7 @@ def compare(step: TrainingStep, plan: OffloadPlan, host: HostDisk, costs: StepCo
     gc.collect()
     trim_heap()
     probe = MemoryProbe("cpu")
-    base = resident_bytes("VmRSS")
+    base = status_bytes("VmRSS")
     gradients = run(step, plan, host, probe)
     before = predicted.resident_bytes - sum(parameter.nbytes for parameter in step.module.parameters())
     return {
@@ -93,7 +86,7 @@ def compare(step: TrainingStep, plan: OffloadPlan, host: HostDisk, costs: StepCo
 def limited(step: TrainingStep, plan: OffloadPlan, host: HostDisk, limit_bytes: int) -> dict[str, object]:
     """The step's own gradients, if so many more bytes are enough."""
     step.loss(take(step.batch, 0, 1)).backward()
-    bound = resident_bytes("VmData") + limit_bytes
+    bound = status_bytes("VmData") + limit_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
     try:

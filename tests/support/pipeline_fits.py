@@ -1,8 +1,5 @@
 """Fits that run under a plain Trainer and over the ranks of a pipeline, and what of them is compared."""
 
-import os
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -288,18 +285,3 @@ FITS = {one.__name__: one for one in _ALL}
 def again(strategy: Any) -> Any:
     """One more of the same."""
     return strategy if isinstance(strategy, str) else OOOPipelineStrategy(schedule="1f1b", microbatches=3)
-
-
-def main() -> None:
-    """One rank."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    for name in sys.argv[2:]:
-        strategy: Any = "ooo_pipeline" if name == "plain_fit" else again(None)
-        outcomes = FITS[name](strategy, folder, int(os.environ["WORLD_SIZE"]))
-        torch.save(outcomes, folder / f"{name}.{os.environ['RANK']}.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -31,8 +31,8 @@ from retime.mechanisms.pipeline import DeferredInitModel, PipelineError, Pipelin
 from retime.mechanisms.pipeline.checks import all_gather_object
 from retime.mechanisms.pipeline.stage import Stage
 from support.pipeline_models import MODELS, WIDTH, Checkpointed, UNet, classified, made, sequential
+from support.ranks import run_cases
 from support.time_limits import limit_s
-from support.two_ranks import run_cases
 
 ALSO = {"ooo": ("ooo1", "ooo2", "ooo_v")}
 """What a schedule may be reported as, beside its own name."""

@@ -1,4 +1,6 @@
-"""The pool beside another allocator, limits of the kernel, workers that load data, and over a long life."""
+"""The pool beside other allocators, whose blocks outlive it, the kernel's limits, loading workers, a long life."""
+
+from __future__ import annotations
 
 import os
 import subprocess
@@ -6,6 +8,8 @@ import sys
 
 import pytest
 
+from retime.foundations.cpu_pool.pool import pool_library
+from retime.foundations.native import NoLibraryError
 from retime.recipes.cpu_memory.allocators import NoAllocatorError, environment_of
 from support.warm_start import run_program
 
@@ -135,3 +139,22 @@ print(most, used)
 """
     ).split()
     assert int(used) <= 1.1 * int(most) + 4 * 2**20
+
+
+_PROGRAM = """
+import torch
+from retime.foundations.cpu_pool.pool import MemoryPool
+pool = MemoryPool()
+assert pool.install()
+pool.limit(2**30)
+block = torch.rand(512, 512).to_mkldnn()
+pool.remove()
+del block
+print("freed")
+"""
+
+
+def test_a_block_that_is_freed_after_the_pool_has_gone() -> None:
+    if isinstance(pool_library(), NoLibraryError):
+        pytest.skip(f"no pool: {pool_library()}")
+    assert run_program(_PROGRAM) == "freed\n"

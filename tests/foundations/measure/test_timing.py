@@ -1,14 +1,17 @@
-"""The stop-watch below StepTimeline, in bare loops; and what it and the probe below PeakMemory refuse."""
+"""The stop-watch below StepTimeline, the probe below PeakMemory, what they refuse, and times of layers."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from retime.foundations.measure.memory import MemoryProbe
+from retime.foundations.measure import MemoryProbe, forget_peak, layer_times, peak_so_far, status_bytes, update_ms
+from retime.foundations.measure import memory as process_peak
 from retime.foundations.measure.timing import EXPOSED, StepTimer
 from retime.mechanisms.fusion import fuse_optimizer
 from support.step_timings import assert_consistent, count
@@ -97,3 +100,65 @@ def test_cuda_events_on_a_device() -> None:
     timer.stop()
     assert count(timer.timing()) == {"forward": 1, "backward": 1, EXPOSED: 1}
     assert_consistent(timer.timing())
+
+
+MIB = 2**20
+
+needs_resets = pytest.mark.skipif(MemoryProbe().source != "VmHWM", reason=MemoryProbe().note)
+
+
+@needs_resets
+def test_the_peak_outlives_a_probe() -> None:
+    tensor = torch.ones(128 * MIB, dtype=torch.uint8)
+    peak = status_bytes("VmRSS")
+    del tensor
+    probe = MemoryProbe()
+    probe.start()
+    probe.switch("forward")
+    probe.stop()
+    assert status_bytes("VmHWM") < peak - 64 * MIB  # the kernel has forgotten
+    assert peak_so_far() >= peak - 16 * MIB  # the kernel adds its counts up late
+
+
+@needs_resets
+def test_a_child_has_a_peak_of_its_own() -> None:
+    tensor = torch.ones(128 * MIB, dtype=torch.uint8)
+    peak = status_bytes("VmRSS")
+    del tensor
+    forget_peak()
+    child = os.fork()
+    if not child:
+        os._exit(peak_so_far() >= peak - 32 * MIB)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_cuda_peaks_are_noted_before_they_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda:1")
+    peaks = [50, 7]
+    monkeypatch.setattr(process_peak, "_noted", {})
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.pop(0))
+    forget_peak(device)
+    assert peak_so_far(device) == 50
+    assert peak_so_far(torch.device("cuda:0")) == 7
+
+
+def test_without_linux_there_is_the_systems_own_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process_peak, "STATUS", tmp_path / "missing")
+    assert peak_so_far() > MIB
+
+
+WIDTH = 8
+LINEAR_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def test_layers_are_timed_in_forward_order_with_their_bytes() -> None:
+    embedding = nn.Embedding(10, WIDTH)
+    network = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    timed = layer_times(network, torch.zeros(3, dtype=torch.int64), repeats=1)
+    assert [one.name for one in timed] == ["0", "1", "2", "3"]
+    assert [one.bytes for one in timed] == [4 * 10 * WIDTH, LINEAR_BYTES, 0, LINEAR_BYTES]
+    assert timed[0].output_ms == 0.0  # token numbers have no gradient
+    assert timed[2].weight_ms == 0.0
+    assert all(one.forward_ms > 0 for one in timed)
+    assert update_ms(network, lambda parameters: torch.optim.SGD(parameters, lr=0.1), repeats=1) > 0

@@ -1,4 +1,4 @@
-"""Warnings of this package stand at the user's line, and come from the first rank."""
+"""Warnings stand at the user's line and come from the first rank; numbers of bytes and counts as people write them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import types
 import warnings
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
+import retime
 from retime import DifferenceWarning, NoEffectWarning
 from retime.foundations import messages as no_effect
-from retime.foundations.messages import warn_difference, warn_no_effect
+from retime.foundations.messages import format_counts, parse_bytes, warn_difference, warn_no_effect
 
 
 def _relayed(call: Callable[[str], None], module: str = "retime.inner") -> types.FunctionType:
@@ -65,3 +68,39 @@ def test_a_module_that_python_runs_is_known_by_its_name(module: str, filename: s
     with pytest.warns(DifferenceWarning, match="another result") as caught:
         main("another result")
     assert caught[0].filename == filename
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        (1, 1),
+        (np.int32(2**30), 2**30),
+        ("1", 1),
+        ("1MiB", 2**20),
+        (" 500 MB ", 500 * 10**6),
+        ("1.5gib", 3 * 2**29),
+        ("9" * 30, int("9" * 30)),
+    ],
+)
+def test_reads(size: int | str, count: int) -> None:
+    assert parse_bytes("bucket_bytes", size) == count
+
+
+@pytest.mark.parametrize(
+    ("size", "error"),
+    [(0, ValueError), (-1, ValueError), ("0MiB", ValueError), ("lots", ValueError), ("90%", ValueError),
+     ("-1MiB", ValueError), (True, TypeError), (1.5, TypeError), (float("nan"), TypeError), (None, TypeError)],
+)  # fmt: skip
+def test_refuses_by_the_arguments_name(size: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"bucket_bytes="):
+        parse_bytes("bucket_bytes", size)
+
+
+def test_budgets_may_be_numpys() -> None:
+    assert retime.MemoryBudgetStrategy(budget=np.int64(2**20))._budget == 2**20
+
+
+def test_reasons_are_joined_in_the_order_in_which_they_came_up() -> None:
+    assert format_counts({"it froze": 2, "it rained": 1}) == "2 because it froze; 1 because it rained"
+    assert format_counts({"it froze": 2, "it rained": 1}, "left") == "2 left because it froze; 1 left because it rained"
+    assert format_counts({}) == ""

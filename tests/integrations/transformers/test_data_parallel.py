@@ -1,16 +1,36 @@
 """Objects of a ``transformers.Trainer`` on two ranks, beside the plain Trainer's DistributedDataParallel."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra lightning-retime[transformers]")
-from support.two_ranks import run_two_ranks
+from transformers import Trainer
 
-WAYS = ("forward", "backward", "out of order", "host", "budget")
+from retime.integrations.transformers import CPUAccumulate, FusedOptimizer, MemoryBudget, OutOfOrderDataParallel
+from support.ranks import SHARED, on_ranks
+from support.transformers_trainers import assert_same, fit, trainer
+
+WINDOWS = {"gradient_accumulation_steps": 3, "ddp_find_unused_parameters": False, "ddp_backend": "gloo"}
+NO_CLIPPING = {"max_grad_norm": 0}
+WAYS: dict[str, tuple[Callable[[Trainer], Any], dict[str, Any], str]] = {
+    "forward": (lambda one: FusedOptimizer(one, "forward"), {}, "forward fusion: "),
+    "backward": (lambda one: FusedOptimizer(one, "backward"), NO_CLIPPING, "backward fusion: "),
+    "out of order": (lambda one: OutOfOrderDataParallel(one, k=1), {}, "blocks"),
+    "host": (CPUAccumulate, {}, "2 ranks in shared memory"),
+    "budget": (lambda one: MemoryBudget(one, "1GiB", dry_run="off"), {}, "memory budget 1 GiB: 8 steps"),
+}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
+@on_ranks(2, joined=False)
 def test_two_ranks_have_the_same_bits() -> None:
-    for run in run_two_ranks("transformers_worker.py"):
-        assert [way for way in WAYS if f"same bits {way}" not in run.stdout] == [], run.stderr[-3000:]
+    for way, (give, options, said) in WAYS.items():
+        plain, ours = (trainer(SHARED, **WINDOWS | options) for _ in range(2))
+        one = give(ours)
+        for _ in range(2):
+            assert_same(fit(plain), fit(ours), norms=way != "backward")
+            assert said in str(one.report()), one.report()
+        one.remove()

@@ -1,4 +1,4 @@
-"""Gradients summed in host memory: one rank of DistributedDataParallel; two: strategies/memory_budget/test_ddp.py."""
+"""Gradients summed in host memory: one rank of DistributedDataParallel; two: ddp/test_comm_hook_owners.py."""
 
 import pytest
 import torch

@@ -1,20 +1,87 @@
 """Fusion under bare DistributedDataParallel: accumulation, unused layers, bucket views, static graphs, guards."""
 
+import contextlib
 import threading
+from itertools import product
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from retime import fuse_optimizer
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook
+from support.fusion import network
+from support.ranks import RANK, on_ranks
 from support.time_limits import limit_s
-from support.two_ranks import run_two_ranks
 
 
+class Sometimes(nn.Module):
+    """A network, and a layer that not every step, and not every rank, uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = network(depth=6, width=64)
+        torch.manual_seed(1)
+        self.sometimes = nn.Linear(64, 4)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        total = self.always(x).square().mean()
+        return total + self.sometimes(x).mean() if both else total  # type: ignore[no-any-return]
+
+
+def loop(mode: str | None, micro_batches: int, **ddp: Any) -> tuple[list[Tensor | None], Any]:
+    model = DistributedDataParallel(Sometimes(), bucket_cap_mb=0.02, **ddp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    fusion = fuse_optimizer(model, optimizer, mode) if mode else None
+    generator = torch.Generator().manual_seed(RANK)
+    seen: list[Tensor | None] = []
+    for i in range(6):
+        for j in range(micro_batches):
+            last = j == micro_batches - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                both = not ddp.get("find_unused_parameters") or (i % 3 == 2 and RANK == 0)
+                model(torch.randn(4, 64, generator=generator), both).backward()
+        if mode == "backward":
+            with pytest.raises(RuntimeError, match="consumed by backward fusion"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        optimizer.zero_grad()
+    report = fusion.report() if fusion else None
+    if fusion:
+        fusion.remove()
+    state = [v for p in model.parameters() for v in optimizer.state[p].values()]
+    return [*seen, *(p.detach().clone() for p in model.parameters()), *state], report
+
+
+@on_ranks(2)
 def test_two_ranks_keep_the_bits_of_plain_ddp() -> None:
-    for number, rank in enumerate(run_two_ranks("fusion_ddp_worker.py")):
-        assert f"rank {number}: same bits" in rank.stdout, rank.stderr
+    unused: tuple[dict[str, Any], ...] = ({}, {"find_unused_parameters": True})
+    cases = [*product(unused, (1, 3)), ({"static_graph": True}, 1)]
+    for view, (options, micro_batches), mode in product((True, False), cases, ("backward", "forward")):
+        options = {"gradient_as_bucket_view": view, **options}
+        plain, _ = loop(None, micro_batches, **options)
+        ours, report = loop(mode, micro_batches, **options)
+        assert report.fused_updates > 60, (mode, options, report)
+        for a, b in zip(plain, ours, strict=True):
+            assert (a is None) == (b is None), (mode, micro_batches, options)
+            assert a is None or torch.equal(a, b), (mode, micro_batches, options)  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_refusals() -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=r"sparse gradients of '0'"):
+        fuse_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="side_stream is for one device"):
+        fuse_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), side_stream=True)
+    model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    with pytest.raises(ValueError, match="has one already"):
+        fuse_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_a_step_is_abandoned_behind_the_update_that_another_thread_is_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,70 +1,516 @@
 """Out-of-order data parallel on two gloo ranks: same bits, order of sending, the search, refusals, a dying rank."""
 
-import subprocess
+import contextlib
+import gc
+import os
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from retime.foundations.ddp.reductions import bucket_mb
+from contract.models import Net
+from retime.callbacks import FuseOptimizer, ReverseFirstK
+from retime.foundations.ddp.reductions import SIZES_MB, bucket_mb, measured_seconds_per_mb
+from retime.foundations.measure import forget_peak, peak_so_far
+from retime.foundations.messages import NoEffectWarning
+from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
 from retime.mechanisms.out_of_order.k_search import MOST_STEPS, KTuner
+from retime.strategies import OOODataParallelStrategy
+from retime.strategies.ooo_ddp import FIXED_BUCKET_MB
 from support.paths import PYTHONPATH, SUPPORT
-from support.two_ranks import run_ranks, run_two_ranks, said_in
+from support.ranks import RANK, SHARED, on_ranks, run_ranks, said_in
+from support.time_limits import limit_s
 from support.warm_start import run_program
 
-IN_A_BARE_LOOP = [
-    "same_bits",
-    "search",
-    "gradients_leave_in_forward_order",
-    "ranks_that_differ",
-    "k_changes_while_training",
-    "refusals",
-    "memory_bound",
-    "two_forward_passes_and_one_backward_pass",
-    "nothing_is_left_behind",
-    "a_removed_optimizer_is_let_go",
-]
+WIDTH = 160
 
 
-IN_A_TRAINER = [
-    "k_is_kept_in_the_checkpoint",
-    "bucket_size_is_fixed_where_a_measurement_must_not_matter",
-    "accelerate_loop",
-    "callback_sets_k",
-]
-WITHOUT_A_FOLDER = "accelerate_refuses_a_budget_beside"
+def first_rank_warns(match: str) -> contextlib.AbstractContextManager[Any]:
+    return pytest.warns(NoEffectWarning, match=match) if RANK == 0 else contextlib.nullcontext()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[subprocess.CompletedProcess[str]]:
-    """One pair of processes for all checks: starting one takes longer than most of them."""
-    return run_two_ranks("ooo_ddp_worker.py", *IN_A_BARE_LOOP)
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    middle = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))]
+    return nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), *middle, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4))
 
 
-@pytest.mark.parametrize("name", IN_A_BARE_LOOP)
-def test_in_a_bare_loop(name: str, ranks: list[subprocess.CompletedProcess[str]]) -> None:
-    for rank in ranks:
-        said_in(rank, name)
+def wrapped(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(network(), **{"gradient_as_bucket_view": True, "bucket_cap_mb": 0.1} | options)
 
 
-@pytest.fixture(scope="module")
-def trainers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[subprocess.CompletedProcess[str]]]:
-    """Another pair, in which a Trainer or an Accelerator makes the process group, and the folder of its folders."""
-    folder = tmp_path_factory.mktemp("trainers")
-    cases = [f"{name}|{folder / name}" for name in IN_A_TRAINER]
-    return folder, run_two_ranks("ooo_ddp_worker.py", *cases, WITHOUT_A_FOLDER)
+def loop(
+    k: Any,
+    *,
+    cross_iteration: bool = True,
+    clip: bool = False,
+    micro_batches: int = 1,
+    make: Any = None,
+    steps: int = 7,
+    **options: Any,
+) -> tuple[list[Tensor], OutOfOrderReport | None]:
+    """Weights, gradients and losses of a few steps; `k` None is plain DistributedDataParallel."""
+    model = wrapped(**options)
+    optimizer = (make or torch.optim.AdamW)(model.parameters(), lr=0.01)
+    ooo = None if k is None else OutOfOrderDataParallel(model, optimizer, k=k, cross_iteration=cross_iteration)
+    generator = torch.Generator().manual_seed(RANK)
+    seen: list[Tensor] = []
+    for step in range(steps):
+        for micro_batch in range(micro_batches):
+            last = micro_batch == micro_batches - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                loss = model(torch.randn(6, 8, generator=generator)).square().mean()
+                loss.backward()
+                seen.append(loss.detach())
+        if clip:
+            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        if step % 3 == 1:
+            seen += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    if ooo is not None:
+        ooo.remove()
+    return [*seen, *(p.detach().clone() for p in model.parameters())], ooo.report() if ooo else None
 
 
-@pytest.mark.parametrize("name", [*IN_A_TRAINER, WITHOUT_A_FOLDER])
-def test_in_a_trainer(name: str, trainers: tuple[Path, list[subprocess.CompletedProcess[str]]]) -> None:
-    for rank in trainers[1]:
-        said_in(rank, name if name == WITHOUT_A_FOLDER else f"{name}|{trainers[0] / name}")
+def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
+    for one, other in zip(a, b, strict=True):
+        assert torch.equal(one, other)
+
+
+@on_ranks(2)
+def test_same_bits() -> None:
+    sgd = lambda parameters, lr: torch.optim.SGD(parameters, lr)  # noqa: E731
+    cases: list[dict[str, Any]] = [
+        {},
+        {"clip": True, "make": sgd},
+        {"micro_batches": 2},
+        {"static_graph": True},
+        {"bucket_cap_mb": 25},
+    ]
+    for case in cases:
+        plain, _ = loop(None, **case)
+        for k in (0, 2, 5):
+            ours, report = loop(k, **case)
+            assert_same(plain, ours)
+            assert report is not None
+            assert report.k == k
+            assert report.blocks == 5
+            assert report.fused_updates
+            assert bool(report.deferred_gradients) == bool(k)
+            assert bool(report.early_waits) == bool(case.get("clip")) or report.early_waits == 2
+        assert_same(plain, loop(3, cross_iteration=False, **case)[0])
+
+
+@on_ranks(2)
+def test_two_forward_passes_and_one_backward_pass() -> None:
+    weights = []
+    for k in (None, 5):
+        model = wrapped()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ooo = None if k is None else OutOfOrderDataParallel(model, optimizer, k=k)
+        generator = torch.Generator().manual_seed(RANK)
+        for _ in range(5):
+            pair = [model(torch.randn(6, 8, generator=generator)) for _ in range(2)]
+            (pair[0].square().mean() + pair[1].sin().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if ooo is not None:
+            ooo.remove()
+            assert ooo.report().deferred_gradients
+            assert ooo.report().buffered_gradients
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert_same(*weights)
+
+
+@on_ranks(2)
+def test_search() -> None:
+    plain, _ = loop(None, steps=60)
+    ours, report = loop("auto", steps=60)
+    assert_same(plain, ours)
+    assert report is not None
+    assert sorted(report.searched) == [0, 1, 2, 3, 4]
+    assert 10 < report.search_steps <= 60
+    agreed = torch.tensor([report.k])
+    both = [torch.zeros_like(agreed) for _ in range(2)]
+    dist.all_gather(both, agreed)
+    assert both[0] == both[1]
+
+
+@on_ranks(2)
+def test_gradients_leave_in_forward_order() -> None:
+    sent: list[list[int]] = []
+    model = wrapped()
+    ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.01), k=3)
+    numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
+    start = ooo._sending.reductions.start
+
+    def noting(key: Any, parameters: Any, values: Tensor, *, urgent: bool) -> None:
+        if urgent:
+            sent.append(sorted(numbers[p] for p in parameters))
+        start(key, parameters, values, urgent=urgent)
+
+    ooo._sending.reductions.start = noting  # type: ignore[method-assign]
+    import retime.mechanisms.out_of_order.data_parallel as module
+
+    module.SMALLEST_MESSAGE_BYTES = 1
+    for _ in range(4):
+        sent.clear()
+        model(torch.ones(2, 8)).sum().backward()
+    assert [group[0] for group in sent] == [0, 2, 4]
+    ooo.remove()
+
+
+class OrderOfRank(nn.Module):
+    """Two layers in another order on each rank: all parameters are used everywhere, so the wrapper does not mind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.a, self.b) if RANK == 0 else (self.b, self.a)
+        return second(first(x))  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_ranks_that_differ() -> None:
+    results = []
+    for k in (None, 1):
+        model = DistributedDataParallel(OrderOfRank(), gradient_as_bucket_view=True, bucket_cap_mb=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ooo = None if k is None else OutOfOrderDataParallel(model, optimizer, k=k)
+        with contextlib.nullcontext() if k is None else first_rank_warns("different orders"):
+            for _ in range(5):
+                model(torch.ones(2, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if ooo is not None:
+            ooo.remove()
+            assert ooo.report().in_order
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert_same(*results)
+
+
+@on_ranks(2)
+def test_k_changes_while_training() -> None:
+    plain, _ = loop(None, steps=9)
+    model = wrapped()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ooo = OutOfOrderDataParallel(model, optimizer, k=1)
+    generator = torch.Generator().manual_seed(RANK)
+    for step in range(9):
+        loss = model(torch.randn(6, 8, generator=generator)).square().mean()
+        if step > 3:
+            ooo.set_k(step % 5)  # between forward and backward: counts from the next step on
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ooo.k == 2
+    ooo.remove()
+    assert_same(plain[-len(list(model.parameters())) :], [p.detach() for p in model.parameters()])
+
+
+@on_ranks(2)
+def test_refusals() -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="give a DistributedDataParallel"):
+        OutOfOrderDataParallel(network(), optimizer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gradient_as_bucket_view=True"):
+        OutOfOrderDataParallel(wrapped(gradient_as_bucket_view=False), optimizer)
+    hooked = wrapped()
+    hooked.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    with pytest.raises(ValueError, match="has one already"):
+        OutOfOrderDataParallel(hooked, optimizer)
+    alone = dist.new_group([RANK], use_local_synchronization=True)
+    with first_rank_warns("with one process there is no communication to hide"):
+        OutOfOrderDataParallel(wrapped(process_group=alone), optimizer)
+    with first_rank_warns("static_graph=True"):
+        OutOfOrderDataParallel(wrapped(find_unused_parameters=True), (), k=1).remove()
+    model = wrapped()
+    ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), k=6)
+    with pytest.raises(ValueError, match="k=6, but the model has 5 blocks: 0, 2, 4, 6, 8"):
+        model(torch.ones(2, 8))
+    ooo.remove()
+    model = wrapped()
+    bounded = OutOfOrderDataParallel(model, (), k=2, max_memory=1000)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(ValueError, match="max_memory=1000 is below"):
+        model(torch.ones(2, 8))
+    bounded.remove()
+
+
+@on_ranks(2)
+def test_nothing_is_left_behind() -> None:
+    groups = len(dist.distributed_c10d._world.pg_map)
+    gone = []
+    for k in (0, 3):
+        model = wrapped()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ooo = OutOfOrderDataParallel(model, optimizer, k=k)
+        for _ in range(4):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ooo.remove()
+        net = model.module
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+        assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
+        gone += [weakref.ref(parameter) for parameter in net.parameters()]
+        del model, optimizer, ooo, net
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+
+
+@on_ranks(2)
+def test_a_removed_optimizer_is_let_go() -> None:
+    model = wrapped()
+    ooo = OutOfOrderDataParallel(model, k=2)
+
+    def train() -> weakref.ref[Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        updates = ooo.attach(optimizer)
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        updates.remove()
+        return weakref.ref(optimizer)
+
+    gone = [train() for _ in range(2)]
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
+    assert ooo.report().fused_updates == 6 * len(list(model.parameters()))
+    ooo.remove()
+
+
+@on_ranks(2)
+def test_memory_bound() -> None:
+    model = wrapped()
+    ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), k=5, max_memory=2**50)
+    for _ in range(4):
+        model(torch.ones(2, 8)).sum().backward()
+    assert ooo.k == 4  # the largest below the number of blocks that the bound was asked for
+    ooo.remove()
+
+
+def measured_peak_stays_below_the_bound() -> None:
+    mib, layers = 2**20, 8
+    inputs = torch.randn(13_107, WIDTH)  # 8 MiB, as each layer's output
+
+    def peak_after(k: int, max_memory: int | None) -> tuple[int, int]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+        model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ooo = OutOfOrderDataParallel(model, optimizer, k=k, max_memory=max_memory)
+        for _ in range(3):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        used = ooo.k
+        ooo.remove()
+        return peak_so_far(), used
+
+    plain, _ = peak_after(0, None)
+    bound = plain + 12 * mib
+    bounded, used = peak_after(7, bound)
+    assert 0 < used < 7
+    assert plain <= bounded <= bound
+    with pytest.raises(ValueError, match="max_memory"):
+        peak_after(7, plain // 2)
+    ballast = torch.ones(256 * mib, dtype=torch.uint8)
+    peak = peak_so_far()
+    del ballast
+    forget_peak()  # as the callback PeakMemory does in every phase
+    _, used = peak_after(7, peak + 12 * mib)
+    assert 0 < used < 7
+
+
+def trainer(**options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return Trainer(**quiet, devices=2, default_root_dir=SHARED, **options)
+
+
+def data() -> Any:
+    inputs = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sin()), batch_size=2)
+
+
+@on_ranks(2, joined=False)
+def test_k_is_kept_in_the_checkpoint() -> None:
+    deep = nn.Sequential(nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
+    first = OOODataParallelStrategy(k="auto")
+    one = trainer(strategy=first, max_steps=60, max_epochs=-1, enable_checkpointing=False)
+    one.fit(Net(deep), data())
+    assert len(first.report().searched) == first.report().blocks
+    again = OOODataParallelStrategy(k="auto")
+    path = SHARED / "kept.ckpt"
+    seeing = trainer(strategy=again, max_steps=70, max_epochs=-1, callbacks=[Saves(path)])
+    seeing.fit(Net(deep), data())
+    k = again.report().k
+    kept = torch.load(path, weights_only=False)
+    assert kept["retime_ooo_ddp"]["bucket_cap_mb"] in SIZES_MB  # chosen by measurement, as nobody gave one
+    kept["retime_ooo_ddp"]["bucket_cap_mb"] = 3  # which no measurement gives
+    path = path.with_name(f"kept-{RANK}.ckpt")
+    torch.save(kept, path)
+    resumed = OOODataParallelStrategy(k="auto")
+    last = trainer(strategy=resumed, max_steps=90, max_epochs=-1, enable_checkpointing=False)
+    last.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
+    assert resumed.report().k == k
+    assert not resumed.report().searched
+    assert resumed.report().bucket_bytes == 3 * 2**20
+    plain = trainer(strategy="ddp", max_steps=95, max_epochs=-1, enable_checkpointing=False)
+    plain.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
+    kept["retime_ooo_ddp"]["k"] = "all"
+    torch.save(kept, path)
+    tampered = OOODataParallelStrategy(k="auto", bucket_cap_mb=1)
+    anew = trainer(strategy=tampered, max_steps=72, max_epochs=-1, enable_checkpointing=False)
+    with first_rank_warns("k of an earlier run has no effect, and k is searched for again: k is no whole"):
+        anew.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
+
+
+@on_ranks(2, joined=False)
+def test_bucket_size_is_fixed_where_a_measurement_must_not_matter() -> None:
+    sizes = []
+    for options in ({"deterministic": True}, {}):
+        strategy = OOODataParallelStrategy(k=0)
+        quick = trainer(strategy=strategy, max_steps=1, enable_checkpointing=False, **options)
+        quick.fit(Net(nn.Linear(6, 6)), data())
+        sizes.append(strategy.report().bucket_bytes // 2**20)
+        torch.use_deterministic_algorithms(False)
+    assert sizes[0] == FIXED_BUCKET_MB
+    assert sizes[1] in SIZES_MB
+    seconds = measured_seconds_per_mb()
+    assert 0 < seconds < 1
+    every = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
+    dist.all_gather(every, torch.tensor([seconds], dtype=torch.float64))
+    assert every[0] == every[1]  # all ranks know the same, or their buckets would differ
+
+
+class Saves(ReverseFirstK):
+    """Sets nothing of its own, and saves a checkpoint late."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("auto", log=False)
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 66:
+            trainer.save_checkpoint(self.path)
+
+
+@on_ranks(2, joined=False)
+def test_callback_sets_k() -> None:
+    deep = nn.Sequential(nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
+    one = trainer(strategy="ooo_ddp", max_epochs=2, callbacks=[ReverseFirstK(2)], enable_checkpointing=False)
+    one.fit(Net(deep), data())
+    assert one.strategy.report().k == 2  # type: ignore[attr-defined]
+    assert one.callback_metrics["reverse_first_k"] == 2
+    with pytest.raises(ValueError, match="strategy='ooo_ddp'"):
+        trainer(strategy="ddp", callbacks=[ReverseFirstK(2)]).fit(Net(), data())
+    with pytest.raises(ValueError, match="fuses the optimizer already"):
+        trainer(strategy="ooo_ddp", callbacks=[FuseOptimizer("forward")]).fit(Net(), data())
+
+
+@on_ranks(2, joined=False)
+def test_accelerate_loop() -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from retime.integrations.accelerate import OutOfOrderDataParallel as ForAccelerate
+
+    def train(k: Any) -> tuple[list[Tensor], Any]:
+        views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[views])
+        net = network()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+        ooo = None if k is None else ForAccelerate(accelerator, model, optimizer, k=k)
+        generator = torch.Generator().manual_seed(RANK)
+        norms = []
+        for _ in range(10):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.randn(6, 8, generator=generator)).square().mean())
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+                optimizer.step()
+                optimizer.zero_grad()
+        if k is not None:
+            folder = SHARED / "accelerate"
+            accelerator.save_state(str(folder))
+            accelerator.wait_for_everyone()
+            accelerator.load_state(str(folder))
+            if RANK == 0:  # the other rank hears of it
+                for path in folder.glob("retime_*.json"):
+                    path.write_text('{"k": 99}')
+            with first_rank_warns("k of an earlier run has no effect"):
+                accelerator.load_state(str(folder))
+            ooo.remove()
+            assert not [path for path in folder.iterdir() if path.name.startswith("custom_checkpoint")]
+            accelerator.load_state(str(folder))  # as plain code does
+        return [*norms, *(p.detach().clone() for p in net.parameters())], ooo
+
+    plain, _ = train(None)
+    ours, ooo = train(2)
+    assert_same(plain, ours)
+    assert ooo.report().deferred_gradients
+    assert ooo.report().fused_updates
+    saved = ooo._ooo.k_choice.saved
+    assert (saved.k, saved.blocks) == (2, 5)
+
+
+@on_ranks(2, joined=False)
+def test_accelerate_refuses_a_budget_beside() -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from retime.integrations.accelerate import FusedOptimizer, MemoryBudget
+    from retime.integrations.accelerate import OutOfOrderDataParallel as ForAccelerate
+
+    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[views])
+    net = network()
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    text = "weight gradients that wait keep activations"
+    for cross_iteration in (True, False):
+        ooo = ForAccelerate(accelerator, model, optimizer, k=1, cross_iteration=cross_iteration)
+        with pytest.raises(ValueError, match=text):
+            MemoryBudget(accelerator, model, optimizer, "1GiB")
+        if not cross_iteration:
+            FusedOptimizer(accelerator, model, optimizer, "forward").remove()
+        ooo.remove()
+        budget = MemoryBudget(accelerator, model, optimizer, "1GiB")
+        with pytest.raises(ValueError, match=text):
+            ForAccelerate(accelerator, model, optimizer, k=1, cross_iteration=cross_iteration)
+        budget.remove()
+
+
+def rank_dies_in_backward() -> None:
+    from datetime import timedelta
+
+    class Dies(Net):
+        def on_after_backward(self) -> None:
+            if RANK == 1 and self.global_step == 4:
+                os._exit(9)
+
+    strategy = OOODataParallelStrategy(k=1, timeout=timedelta(seconds=limit_s(15)))
+    trainer(strategy=strategy, max_epochs=2, enable_checkpointing=False).fit(Dies(), data())
 
 
 @pytest.mark.long
 def test_memory_of_the_process_stays_below_max_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed tensors leave the process at once, on glibc
     name = "measured_peak_stays_below_the_bound"
-    for rank in run_ranks(2, "ooo_ddp_worker.py", name, warm=False):
+    for rank in run_ranks(2, __file__, name, warm=False):
         said_in(rank, name)
 
 
@@ -75,8 +521,8 @@ def test_names_that_start_their_own_processes(start: str, tmp_path: Path) -> Non
     assert "brought home: 8 steps" in said
 
 
-def test_a_rank_that_dies_ends_the_other_with_an_error(tmp_path: Path) -> None:
-    first, second = run_two_ranks("ooo_ddp_worker.py", f"rank_dies_in_backward|{tmp_path}", timeout_s=60)
+def test_a_rank_that_dies_ends_the_other_with_an_error() -> None:
+    first, second = run_ranks(2, __file__, "rank_dies_in_backward", timeout_s=60, joined=False)
     assert second.returncode == 9
     assert first.returncode not in (0, None)
     assert "Error" in first.stderr

@@ -1,12 +1,19 @@
-"""Models without a list of layers are cut between the modules that a step calls."""
+"""Models without a list of layers, the threads of calls, optimizers for a rank's own layers, and ranks of pipelines."""
+
+import threading
+import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.pipeline import PipelineError
+from retime import DifferenceWarning, declare_per_parameter
+from retime.mechanisms.pipeline import PipelineError, check_optimizer, sizes_of
+from retime.mechanisms.pipeline.calls import HERE, SuspendedCall, Workers
 from retime.mechanisms.pipeline.layers import call_chain, find_layers
 from support.pipeline_models import made
+from support.time_limits import limit_s
 
 
 def names(model: nn.Module, ranks: int, *given: Tensor) -> list[str]:
@@ -66,3 +73,92 @@ class Pairs(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.b(self.a(x))
         return out
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
+@declare_per_parameter
+class Declared(Own):
+    """The same, with a promise."""
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(2))]
+
+
+def test_torchs_own_and_declared_ones_go_apart() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_optimizer(torch.optim.AdamW(parameters()))
+        check_optimizer(Declared(parameters(), lr=0.1))
+
+
+def test_nobody_knows_of_others() -> None:
+    with pytest.warns(DifferenceWarning, match=r"own layers only, and Own.step is not torch's own"):
+        check_optimizer(Own(parameters(), lr=0.1))
+
+
+def test_lbfgs_needs_all() -> None:
+    with pytest.raises(ValueError, match="LBFGS needs all parameters and gradients at once"):
+        check_optimizer(torch.optim.LBFGS(parameters()))
+
+
+def test_sizes() -> None:
+    assert sizes_of(4, "auto", "auto") == (4, 1)
+    assert sizes_of(4, "auto", 2) == (2, 2)
+    assert sizes_of(4, 2, "auto") == (2, 2)
+    assert sizes_of(1, "auto", "auto") == (1, 1)
+    with pytest.raises(ValueError, match=r"make 6 ranks, and there are 4"):
+        sizes_of(4, 3, 2)
+    with pytest.raises(ValueError, match=r"make 3 ranks, and there are 4"):
+        sizes_of(4, 3, "auto")
+
+
+def test_a_thread_that_is_at_its_task_when_all_are_stopped_ends_behind_it() -> None:
+    workers, begun, may_end = Workers(), threading.Event(), threading.Event()
+    serving: list[threading.Thread] = []
+
+    def task() -> None:
+        serving.append(threading.current_thread())
+        begun.set()
+        may_end.wait(limit_s(30))
+
+    workers.run(task)
+    assert begun.wait(limit_s(30))
+    workers.stop()
+    may_end.set()
+    serving[0].join(limit_s(30))
+    assert not serving[0].is_alive()
+    begun.clear()
+    workers.run(task)  # they may be used again
+    assert begun.wait(limit_s(30))
+    assert serving[1] is not serving[0]
+    workers.stop()
+    serving[1].join(limit_s(30))
+    assert not serving[1].is_alive()
+
+
+def test_a_call_that_is_closed_ends_though_a_finally_block_stops_again() -> None:
+    workers, ended, serving = Workers(), threading.Event(), list[threading.Thread]()
+
+    def stops_at_two_layers() -> None:
+        call = HERE.call
+        serving.append(threading.current_thread())
+        try:
+            call.stop("the first layer")
+        finally:
+            try:
+                call.stop("the second layer, in what cleans up")
+            finally:
+                ended.set()
+
+    call = SuspendedCall(stops_at_two_layers, workers, 0)
+    assert call.resume() == "the first layer"
+    call.close()
+    assert ended.wait(limit_s(30))
+    workers.stop()
+    serving[0].join(limit_s(30))
+    assert not serving[0].is_alive()

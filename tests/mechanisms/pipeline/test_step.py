@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from support.two_ranks import run_ranks, said_in
+from support.ranks import run_ranks, said_in
 
 SOON = "ooo2,ooo_v,ooo1_flush,gpipe,zbv,interleaved"
 LATER = "ooo1,ooo,ooo2_flush,1f1b,zb_h1,interleaved_zero_bubble"

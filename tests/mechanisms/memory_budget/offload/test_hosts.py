@@ -1,4 +1,4 @@
-"""Host tiers: where bytes go, what they say when there is no place, and places used again."""
+"""Host tiers: where bytes go, what they say without a place or when a disk or a caller errs; places used again."""
 
 from __future__ import annotations
 
@@ -281,3 +281,18 @@ def test_buffers_that_are_kept_are_no_space_for_others(monkeypatch: pytest.Monke
         host.reserve(6000, 1)
     assert free == [2000, 4000]
     host.reserve(4000, 1)
+
+
+def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HostDisk(tmp_path) as host:
+        monkeypatch.setattr(os, "pwrite", lambda *args: 0)
+        copy = host.store(torch.ones(5).untyped_storage())
+        with pytest.raises(HostError, match="took none of the last 20 bytes"):
+            copy.settle()
+
+
+@pytest.mark.parametrize("folder", [1, None, 2.5])
+def test_a_folder_is_a_path(folder: object) -> None:
+    with pytest.raises(TypeError, match="name a folder"):
+        HostDisk(folder)  # type: ignore[arg-type]
+    os.fstat(1)  # still open

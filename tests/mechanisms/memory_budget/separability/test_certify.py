@@ -1,4 +1,4 @@
-"""The separability certificate: which losses may be trained in parts, and by which weights."""
+"""The separability certificate: which losses may be trained in parts, by which weights, and which may not."""
 
 from typing import Any
 
@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.foundations.parts.combine import WeightsUnclearError, loss_weights
+from retime.foundations.parts.combine import NotSeparableError, WeightsUnclearError, loss_weights
 from retime.foundations.parts.split import split_batch
 from retime.mechanisms.memory_budget.separability.certify import certify
 from retime.mechanisms.memory_budget.separability.probe import sketch
 from support.memory_steps import (
+    CLASSES,
+    SAMPLES,
     SEPARABLE,
     WORDS,
     Case,
@@ -216,3 +218,239 @@ def test_cases_are_of_use_only_if_they_train() -> None:
         case: Case = make()
         output = case.step(case.batch)
         assert (output["loss"] if isinstance(output, dict) else output).requires_grad
+
+
+def test_batch_norm_is_named() -> None:
+    case = classifier(convolutional(nn.BatchNorm2d))
+
+    certificate = certify(case.step, case.batch, case.model)
+
+    assert not certificate.separable
+    assert certificate.layers == ("1",)
+    assert "BatchNorm in train mode takes its statistics over the whole batch: 1;" in certificate.reason
+    assert "offload only, or choose batchnorm='ghost'" in certificate.reason
+    with pytest.raises(NotSeparableError, match="BatchNorm"):
+        loss_weights(certificate, split_batch(case.batch, 4))
+
+
+def test_batch_norm_without_running_statistics_is_named_in_eval_mode_too() -> None:
+    case = classifier(convolutional(lambda c: nn.BatchNorm2d(c, track_running_stats=False)).eval())
+
+    assert certify(case.step, case.batch, case.model).layers == ("1",)
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_ghost_probes_what_is_beside_batch_norm(track: bool) -> None:
+    model = convolutional(lambda c: nn.BatchNorm2d(c, track_running_stats=track))
+    case = classifier(model, "sum")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    certificate = certify(case.step, case.batch, model, ghost=True)
+
+    assert str(certificate.weighting) == "sum over samples"
+    assert model[1].training
+    assert (model[1].running_mean is not None) == track
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert set(model.state_dict()) == set(before)
+
+
+def test_a_contrastive_loss_is_not_separable() -> None:
+    case = contrastive()
+
+    certificate = certify(case.step, case.batch, case.model)
+
+    assert not certificate.separable
+    assert certificate.error > 0.01
+    assert "samples of a batch influence one another in `mm` (memory_steps.py:" in certificate.reason
+    assert "weight" in certificate.layers
+
+
+def test_hooks_that_wait_for_whole_gradients_keep_batches_whole() -> None:
+    model = nn.Linear(3, 1)
+    model.bias.register_post_accumulate_grad_hook(lambda _: None)
+    certificate = certify(lambda batch: model(batch).mean(), torch.randn(8, 3), model)
+    assert not certificate.separable
+    assert "would run for each sub-batch: bias" in certificate.reason
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-4])
+def test_a_small_contrastive_term_beside_a_large_loss_is_found(share: float) -> None:
+    body, head = nn.Linear(16, 8), nn.Linear(16, 8)
+    model = nn.ModuleList([body, head])
+    related = contrastive()
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        one, two = (F.normalize(head(view), dim=1) for view in batch)
+        return body(batch[0]).square().mean() + share * F.cross_entropy(one @ two.T * 5, torch.arange(len(one)))
+
+    certificate = certify(step, related.batch, model)
+
+    assert not certificate.separable
+    assert certificate.layers[0].startswith("1."), certificate.layers
+
+
+def test_a_constant_term_beside_a_sum_is_not_separable() -> None:
+    case = classifier(convolutional(), "sum")
+
+    def step(batch: Any) -> Tensor:
+        return case.step(batch) + sum(p.square().sum() for p in case.model.parameters())
+
+    assert not certify(step, case.batch, case.model).separable
+
+
+def test_a_mean_over_what_cannot_be_counted_asks_for_a_count() -> None:
+    model = nn.Linear(16, CLASSES)
+    importance = torch.linspace(0.1, 2, CLASSES)
+    batch = (torch.randn(SAMPLES, 16), torch.randint(0, CLASSES, (SAMPLES,)))
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], importance)  # divides by the sum of the targets' weights
+
+    certificate = certify(step, batch, model)
+    counted = certify(step, batch, model, loss_weight=lambda part: importance[part[1]].sum())
+
+    assert "is a mean by class weights" in certificate.reason
+    assert "give loss_weight(part)" in certificate.reason
+    assert counted.separable
+    parts = split_batch(batch, 4)
+    expected = torch.stack([importance[part[1]].sum() for part in parts]) / importance[batch[1]].sum()
+    torch.testing.assert_close(torch.tensor(loss_weights(counted, parts)), expected)
+
+
+def test_a_wrong_count_is_refused() -> None:
+    case = language()
+
+    certificate = certify(case.step, case.batch, case.model, loss_weight=lambda part: len(part["ids"]))
+
+    assert not certificate.separable
+    assert certificate.reason
+
+
+class Counting(nn.Module):
+    """Keeps a count of its calls in a buffer, as schedules inside of a model do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+def test_a_buffer_that_each_forward_pass_changes_is_named() -> None:
+    model = nn.Sequential(Counting())
+
+    certificate = certify(lambda x: model(x).square().mean(), torch.randn(6, 16), model)
+
+    assert not certificate.separable
+    assert certificate.layers == ("0",)
+    assert "each forward pass changes 0.calls" in certificate.reason
+    assert model[0].calls == 0
+
+
+class Remembering(nn.Module):
+    """Carries its hidden state from call to call, as truncated backpropagation through time does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(4, 4, batch_first=True)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, hidden = self.rnn(x, self.hidden)
+        self.hidden = hidden.detach()
+        return out
+
+
+def test_a_state_that_one_part_would_hand_to_the_next_is_found() -> None:
+    model = Remembering()
+
+    certificate = certify(lambda x: model(x).square().mean(), torch.randn(6, 5, 4), model)
+
+    assert not certificate.separable
+    assert "the step runs on 5 samples but not on" in certificate.reason
+    assert model.hidden is None
+
+
+def test_a_loss_without_value_certifies_nothing() -> None:
+    model = nn.Linear(4, 1)
+
+    assert not certify(lambda x: model(x).mean() * float("nan"), torch.randn(6, 4), model).separable
+
+
+class Balanced(nn.Module):
+    """Experts with a loss that balances their load over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(16, 4), nn.Linear(16, CLASSES)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        shares = self.gate(batch[0]).softmax(1)
+        loss = F.cross_entropy(self.out(batch[0]) * shares.amax(1, keepdim=True), batch[1])
+        return loss + 0.04 * shares.mean(0).square().sum()
+
+
+class Mixed(Balanced):
+    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self.out(batch[0] + batch[0][torch.randperm(len(batch[0]))]), batch[1])
+
+
+class Masked(Balanced):
+    """The step itself draws what the loss is a mean over."""
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self.out(batch[0]), batch[1].masked_fill(torch.rand(len(batch[0])) < 0.5, -100))
+
+
+@pytest.mark.parametrize("kind", [Balanced, Mixed, Masked])
+def test_what_mixes_samples_is_found(kind: type[Balanced]) -> None:
+    model = kind()
+    batch = (torch.randn(SAMPLES, 16), torch.randint(0, CLASSES, (SAMPLES,)))
+
+    certificate = certify(model.step, batch, model)
+
+    assert not certificate.separable
+    assert certificate.error > 1e-4
+
+
+def test_power_iterations_that_go_on_from_part_to_part_are_found() -> None:
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 8))
+
+    assert not certify(lambda x: model(x).square().mean(), torch.randn(6, 16), model).separable
+
+
+def test_power_iterations_are_found_where_they_have_nearly_converged() -> None:
+    torch.manual_seed(0)
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 8))
+    change = 1.0
+    while change > 3e-4:
+        before = model.parametrizations.weight[0]._u.clone()
+        model(torch.zeros(1, 16))
+        change = float((model.parametrizations.weight[0]._u - before).abs().max())
+
+    assert not certify(lambda x: model(x).sum(), torch.randn(6, 16), model).separable
+
+
+@pytest.mark.parametrize("samples", [1, 9])
+def test_a_probe_takes_two_to_eight_samples(samples: int) -> None:
+    with pytest.raises(ValueError, match="2 or more and of at most 8"):
+        certify(lambda x: x.sum(), torch.randn(4, 4), nn.Linear(4, 1), samples=samples)
+
+
+def test_one_sample_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="no parts to compare"):
+        certify(lambda x: x.sum(), torch.randn(1, 4), nn.Linear(4, 1))
+
+
+def test_the_steps_own_errors_come_through() -> None:
+    case = classifier(convolutional())
+
+    with pytest.raises(ValueError, match="needs no gradient"):
+        certify(lambda batch: case.step(batch).detach(), case.batch, case.model)
+    with pytest.raises(ZeroDivisionError):
+        certify(lambda _: 1 / 0, case.batch, case.model)
+    with pytest.raises(ValueError, match="run the model once"):
+        certify(case.step, case.batch, nn.LazyLinear(3))
