@@ -24,7 +24,7 @@ SCRIPTS = sorted(path for path in EXAMPLES.glob("*/*.py") if path.name not in PL
 TWO_RANKS = re.compile("_ddp|_on_host|cpu_accumulate|pipeline|reverse_first_k")
 PLANS = re.compile("memory_budget[.]|memory_timeline|offload")
 """Budgets that are too small for the plain step, so that plans are searched for: ten seconds."""
-SHORT_WITH_RANKS = "bare_loop/out_of_order_ddp.py"
+SHORT_WITH_RANKS = EXAMPLES / "bare_loop" / "out_of_order_ddp.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SHORT = ("--epochs", "1", "--samples", "96")
 LOSS = re.compile(r"\bloss (\d+\.\d{4})")
@@ -59,15 +59,17 @@ def test_an_example_is_the_plain_script_with_marked_lines(script: Path) -> None:
 
 
 def losses(script: Path, ranks: int) -> list[str]:
-    printed = io.StringIO()
     if ranks > 1:
         launcher = () if script.parent.name == "lightning" else TORCHRUN  # Lightning starts the second by itself
         command = [sys.executable, *launcher, str(script), *SHORT]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(120), check=False)
         assert ran.returncode == 0, ran.stderr
         return sorted(LOSS.findall(ran.stdout))
+    printed = io.StringIO()
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         warnings.simplefilter("ignore")
+        warnings.simplefilter("error", retime.NoEffectWarning)
+        warnings.simplefilter("error", retime.DifferenceWarning)
         patch.setattr(sys, "argv", [str(script), *SHORT])
         runpy.run_path(str(script), run_name="__main__")
     return LOSS.findall(printed.getvalue())
@@ -76,12 +78,12 @@ def losses(script: Path, ranks: int) -> list[str]:
 plain_losses = functools.cache(losses)
 
 
-def marks_of(script: Path) -> list[pytest.MarkDecorator]:
-    is_long = PLANS.search(script.name) or (TWO_RANKS.search(script.name) and name_of(script) != SHORT_WITH_RANKS)
-    return [pytest.mark.long] if is_long else []
+LONG = {one for one in SCRIPTS if PLANS.search(one.name) or TWO_RANKS.search(one.name)} - {SHORT_WITH_RANKS}
 
 
-@pytest.mark.parametrize("script", [pytest.param(one, marks=marks_of(one), id=name_of(one)) for one in SCRIPTS])
+@pytest.mark.parametrize(
+    "script", [pytest.param(one, marks=[pytest.mark.long] if one in LONG else [], id=name_of(one)) for one in SCRIPTS]
+)
 def test_an_example_trains_as_the_plain_script(script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To the loss of as many ranks under DDP; the ranks of a pipeline to that of one."""
     monkeypatch.chdir(tmp_path)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-LINK = re.compile(r"https?://[\w.-]+\.[a-z]{2,}[^\s)>\"'`\]}|]*")
-NOT_LINKS = ("http://www.w3.org/2000/svg",)
+LINK = re.compile(r"https?://(?!www\.w3\.org/2000/)[\w.-]+\.[a-z]{2,}[^\s)>\"'`\]}|]*")
 
 
 class Stay(urllib.request.HTTPRedirectHandler):
@@ -25,12 +24,9 @@ class Stay(urllib.request.HTTPRedirectHandler):
 def links() -> dict[str, str]:
     """Return the links of all files that git tracks, each with a file that has it."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    found = {}
-    for name in names:
-        if name.endswith((".md", ".py", ".toml", ".cff", ".yaml")):
-            for link in LINK.findall((ROOT / name).read_text(encoding="utf-8")):
-                found[link.rstrip(".,:;")] = name
-    return {link: name for link, name in sorted(found.items()) if link not in NOT_LINKS}
+    pages = [name for name in names if name.endswith((".md", ".py", ".toml", ".cff", ".yaml"))]
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in pages}
+    return {link.rstrip(".,:;"): name for name, text in texts.items() for link in LINK.findall(text)}
 
 
 def answer(link: str) -> int:
