@@ -20,20 +20,15 @@ from support.time_limits import limit_s
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-PLAIN = ("plain.py", "plain_ddp.py")
-SCRIPTS = sorted(path for path in EXAMPLES.glob("*/*.py") if path.name not in PLAIN)
+SCRIPTS = sorted(path for path in EXAMPLES.glob("*/*.py") if not path.name.startswith("plain"))
 TWO_RANKS = re.compile("_ddp|_on_host|cpu_accumulate|pipeline|reverse_first_k")
-PLANS = re.compile("memory_budget[.]|memory_timeline|offload")
-"""Budgets that are too small for the plain step, so that plans are searched for: ten seconds."""
-SHORT_WITH_RANKS = EXAMPLES / "bare_loop" / "out_of_order_ddp.py"
+PLANS = re.compile("memory_budget[.]|memory_timeline|offload")  # which are searched for, for ten seconds
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SHORT = ("--epochs", "1", "--samples", "96")
 LOSS = re.compile(r"\bloss (\d+\.\d{4})")
 NO_EXAMPLE = {
-    "DifferenceWarning": "a warning",
-    "NoEffectWarning": "a warning",
-    "ScanLSTM": "given like ScanGRU",
-    "ScanRNN": "given like ScanGRU",
+    **dict.fromkeys(("DifferenceWarning", "NoEffectWarning"), "a warning"),
+    **dict.fromkeys(("ScanLSTM", "ScanRNN"), "given like ScanGRU"),
     "OutOfOrderPipeline of transformers": "always refused",
     "convert of transformers": "GPT-2 has no recurrent layer; docs/questions/rnns_on_a_cpu.md has code",
 }
@@ -45,8 +40,8 @@ def name_of(script: Path) -> str:
 
 def base_of(script: Path) -> Path:
     """Return the plain script that an example begins with."""
-    begins_with_ranks = "# DDP" in script.read_text(encoding="utf-8") and script.name != "plain_ddp.py"
-    return script.with_name("plain_ddp.py" if begins_with_ranks else "plain.py")
+    has_ranks = "# DDP" in script.read_text(encoding="utf-8") and script.name != "plain_ddp.py"
+    return script.with_name("plain_ddp.py" if has_ranks else "plain.py")
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *EXAMPLES.glob("*/plain_ddp.py")], ids=name_of)
@@ -78,7 +73,8 @@ def losses(script: Path, ranks: int) -> list[str]:
 plain_losses = functools.cache(losses)
 
 
-LONG = {one for one in SCRIPTS if PLANS.search(one.name) or TWO_RANKS.search(one.name)} - {SHORT_WITH_RANKS}
+LONG = {one for one in SCRIPTS if PLANS.search(one.name) or TWO_RANKS.search(one.name)}
+LONG -= {EXAMPLES / "bare_loop" / "out_of_order_ddp.py"}
 
 
 @pytest.mark.parametrize(
