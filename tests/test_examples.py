@@ -25,7 +25,7 @@ TWO_RANKS = re.compile("_ddp|_on_host|cpu_accumulate|pipeline|reverse_first_k")
 PLANS = re.compile("memory_budget[.]|memory_timeline|offload")  # which are searched for, for ten seconds
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SHORT = ("--epochs", "1", "--samples", "96")
-LOSS = re.compile(r"\bloss (\d+\.\d{4})")
+LOSS = re.compile(r"loss (\d+\.\d{4})")  # two ranks may write into one line
 NO_EXAMPLE = {
     **dict.fromkeys(("DifferenceWarning", "NoEffectWarning"), "a warning"),
     **dict.fromkeys(("ScanLSTM", "ScanRNN"), "given like ScanGRU"),
