@@ -51,8 +51,9 @@ def main() -> None:
     trainer = Trainer(
         max_epochs=options.epochs,
         accelerator="cpu",
+        # retime replaces: strategy="ddp",  # DDP
         strategy="cpu_accumulate_ddp",  # retime
-        devices=2,  # retime
+        devices=2,  # DDP
         logger=False,
         enable_checkpointing=False,
     )

@@ -1,4 +1,4 @@
-"""The plain script, in no more than a number of bytes."""
+"""The plain script, in no more than a number of bytes: activations are offloaded, or batches run in sub-batches."""
 
 import argparse
 
@@ -51,7 +51,7 @@ def main() -> None:
     trainer = Trainer(
         max_epochs=options.epochs,
         accelerator="cpu",
-        strategy=retime.MemoryBudgetStrategy(budget="8MiB"),  # retime
+        strategy=retime.MemoryBudgetStrategy(budget="1000KiB"),  # retime
         logger=False,
         enable_checkpointing=False,
     )

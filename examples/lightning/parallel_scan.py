@@ -48,14 +48,16 @@ def main() -> None:
     images = torch.from_numpy(digits.images[: options.samples]).float() / 16
     labels = torch.from_numpy(digits.target[: options.samples])
     module = Digits()
+    scan = retime.ParallelScanBackward()  # retime
     trainer = Trainer(
         max_epochs=options.epochs,
         accelerator="cpu",
-        callbacks=[retime.ParallelScanBackward()],  # retime
+        callbacks=[scan],  # retime
         logger=False,
         enable_checkpointing=False,
     )
     trainer.fit(module, DataLoader(TensorDataset(images, labels), options.batch_size))
+    print(scan.report())  # retime
     print(f"loss {trainer.callback_metrics['loss']:.4f}")
 
 

@@ -30,7 +30,7 @@ def main() -> None:
         save_strategy="no",
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=data)
-    budget = MemoryBudget(trainer, "100MiB")  # retime
+    budget = MemoryBudget(trainer, "12MiB")  # retime
     output = trainer.train()
     print(budget.report())  # retime
     print(f"loss {output.training_loss:.4f}")

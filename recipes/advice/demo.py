@@ -45,6 +45,7 @@ class Demo(Recipe[AdviceSettings]):
     """One point: `cases` name a model, its data and the methods that are shown on it."""
 
     quantity = STEP
+    on_cpu = "trains on a CPU"
 
     def points(self, settings: AdviceSettings) -> list[dict[str, Any]]:
         for name, case in settings.cases.items():

@@ -43,6 +43,7 @@ class Followed(CaseRecipe[AdviceSettings]):
     """A point a model: what was advised, how long that took, and steps of fits with and without it."""
 
     quantity = STEP
+    on_cpu = "trains on a CPU"
 
     def references(self, point: Point) -> dict[str, str]:
         return {"speed over the strongest plain step": PLAIN}

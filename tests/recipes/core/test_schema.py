@@ -1,16 +1,24 @@
 """Experiment files: every one resolves for every hardware, and wrong keys or types are refused."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
+from hydra.utils import get_class
+from omegaconf import OmegaConf
 
 from retime.recipes.__main__ import experiments
 from retime.recipes.core.recipe import result_folder
 from retime.recipes.core.schema import Hardware, Settings, register_all, settings_of
 from retime.recipes.fusion.settings import FusionSettings
+
+PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
+WORDS_OF_LAST_COLUMN = ", (simulated|counted)( without memory| from its plan|(?= in )|(?=, )|$)"
+METERED = {"modnn_fig15": "a machine with a meter: RAPL or NVML"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,6 +51,35 @@ def test_experiment_resolves(name: str, hardware: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", sorted(experiments()))
 def test_experiment_takes_the_hardware_that_is_chosen(name: str) -> None:
     assert composed(f"experiment={name}", "hardware=cuda").hardware.device == "cuda"
+
+
+def runs_on(experiment: Any) -> str:
+    recipe, defaults = get_class(experiment.recipe), str(experiment.defaults)
+    if "emulated" in defaults or re.search(r"\brate\b", str(experiment)):
+        return "root"
+    if "/hardware" in defaults or recipe.on_cpu == "counts without a device":
+        return "simulated" if recipe.simulated else "counted"
+    return "processor" if recipe.on_cpu else "processor or GPU"
+
+
+def test_the_page_lists_each_experiment_once_with_its_paper_and_what_it_runs_on() -> None:
+    """In the words of its file, but for those that the last column has."""
+    page = PAGE.read_text(encoding="utf-8").partition("## All experiments")[2]
+    sections = re.split(r"(?m)^(?:\[.*?#([\w-]+)\).*|This package:)$", page)[1:]
+    listed = [
+        (name, paper or "retime", *cells)
+        for paper, rows in zip(sections[::2], sections[1::2], strict=True)
+        for name, *cells in re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", rows, re.MULTILINE)
+    ]
+    wanted, files = [], experiments()
+    for name, file in files.items():
+        if name != "report":  # measures nothing
+            experiment = OmegaConf.merge(files.get(str(file.defaults[0]), {}), file)
+            where = re.sub(", simulated$", "", experiment.where)
+            title = re.sub(WORDS_OF_LAST_COLUMN, "", experiment.title)
+            on = METERED.get(name) or runs_on(experiment)
+            wanted.append((name, experiment.paper, where[0].upper() + where[1:], title, on))
+    assert sorted(listed) == sorted(wanted)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""The plain script, with tensors from memory that is used again."""
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import retime  # retime
+
+
+class Digits(nn.Module):
+    """Images of 8 x 8 points, read row by row by a GRU; ten classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(8, 64, batch_first=True)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)])
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.recurrent(images)[0][:, -1]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=1797)
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    digits = load_digits()
+    images = torch.from_numpy(digits.images[: options.samples]).float() / 16
+    labels = torch.from_numpy(digits.target[: options.samples])
+    data = TensorDataset(images, labels)
+    model = Digits()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=4,
+    )
+    loader = DataLoader(data, options.batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with retime.CPUMemoryPool() as pool:  # retime
+        for _ in range(options.epochs):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    print(pool.report())  # retime
+    print(f"loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The plain script on torchrun's ranks, each with some of the layers."""
+
+import argparse
+
+import torch
+import torch.distributed as dist  # retime
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from retime.mechanisms.pipeline import PipelineStep, whole_loss  # retime
+
+
+class Digits(nn.Module):
+    """Images of 8 x 8 points, read row by row by a GRU; ten classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(8, 64, batch_first=True)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)])
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.recurrent(images)[0][:, -1]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=1797)
+    options = parser.parse_args()
+
+    dist.init_process_group("gloo")  # retime
+    torch.manual_seed(0)
+    digits = load_digits()
+    images = torch.from_numpy(digits.images[: options.samples]).float() / 16
+    labels = torch.from_numpy(digits.target[: options.samples])
+    data = TensorDataset(images, labels)
+    model = Digits()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(data, options.batch_size)
+    pipeline = PipelineStep(model, microbatches=4, layers="layers")  # retime
+    for _ in range(options.epochs):
+        for batch in loader:
+            # retime replaces: loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+            results = pipeline.train(lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch)  # retime
+            # retime replaces: loss.backward()
+            loss = pipeline.tell(whole_loss(results) if results else None)  # retime
+            optimizer.step()
+            optimizer.zero_grad()
+    pipeline.restore()  # retime
+    print(pipeline.report())  # retime
+    dist.destroy_process_group()  # retime
+    print(f"loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    main()
