@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.data_parallel import BudgetedDataParallelStep, bypass_ddp
 from retime.mechanisms.memory_budget.offload.hosts import parse_host
-from retime.mechanisms.memory_budget.planner import StepPlanner
+from retime.mechanisms.memory_budget.planner import BudgetOptions, StepPlanner
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
@@ -448,14 +449,14 @@ class Plans(MemoryBudgetDDPStrategy):
         super().__init__(*args, **options)
         self.made: list[Any] = []
 
-    def _make_step(self, *args: Any, **options: Any) -> Any:
+    def _make_step(self, module: Any, options: BudgetOptions) -> Any:
         def watched(*arguments: Any) -> Any:
             before = _sent()
             self.made.append(StepPlanner.make(*arguments))
             assert _sent() == before
             return self.made[-1]
 
-        return super()._make_step(*args, make_plan=watched, **options)
+        return super()._make_step(module, replace(options, make_plan=watched))
 
 
 def _sent() -> int:
