@@ -24,7 +24,7 @@ from retime.callbacks.fuse_optimizer import FuseOptimizer
 from retime.foundations.compatibility import Mechanism, Owned, Together, refuse, together, why_aside, why_not
 from retime.strategies.support.fused_stepping import mechanisms_of
 
-BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, SCAN, PIPE, STREAMS, USERS = Mechanism
+BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, SCAN, PIPE, STREAMS, USERS, *_ = Mechanism
 REFUSED = {
     BACKWARD: (BACKWARD, FORWARD, OOO, IN_STEP, HOST, UPDATE, PIPE, STREAMS, USERS),
     FORWARD: (FORWARD, OOO, UPDATE, PIPE),
