@@ -91,16 +91,3 @@ def test_refuses_a_record_after_the_end():
     search = searched(3, lambda k: 3 - k)
     with pytest.raises(RuntimeError, match="has ended with k=2"):
         search.record(1.0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"layers": 0}, "layers=0: give 1 or more"),
-        ({"layers": 4, "largest": -1}, "largest=-1: give 0"),
-        ({"layers": 4, "budget": 0}, "budget=0: give 1 or more, or None"),
-    ],
-)
-def test_refuses_arguments_out_of_range(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        KSearch(**arguments)

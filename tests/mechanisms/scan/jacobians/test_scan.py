@@ -123,11 +123,6 @@ def test_depth_is_logarithmic_and_work_linear(matrices: int) -> None:
     assert not [step for step in plan.steps if step.phase == "down" and not step.is_vector], "section 3.2"
 
 
-def test_scan_plan_refuses_negative_numbers() -> None:
-    with pytest.raises(ValueError, match=r"levels=-1\): give a whole number of 0 or more"):
-        scan_plan(3, -1)
-
-
 def test_flops_by_hand() -> None:
     """A = [[a, b], [0, c]] and B = [[d, 0], [e, f]]: a d + b e, b f, c e, c f are five products."""
     a = CsrPattern(2, 2, torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1]))
