@@ -15,14 +15,7 @@ from lightning.pytorch.plugins import Precision
 from retime.foundations.arguments import checked
 from retime.foundations.parts import BatchNormChoice, Split
 from retime.foundations.parts import split_batch as cut
-from retime.mechanisms.memory_budget import (
-    BudgetedStep,
-    BudgetOptions,
-    DryRuns,
-    OnShapeChange,
-    parse_budget,
-    parse_host,
-)
+from retime.mechanisms.memory_budget import BudgetedStep, BudgetOptions, DryRuns, OnShapeChange
 from retime.strategies.support.base import SingleDevice
 from retime.strategies.support.budgeted_steps import Budgeted
 
@@ -103,5 +96,4 @@ class MemoryBudgetStrategy(Budgeted, SingleDevice):
         )
 
     def _make_step(self, module: LightningModule, options: BudgetOptions) -> BudgetedStep:
-        budget_bytes = parse_budget(self._budget, self.root_device)
-        return BudgetedStep(module, self.optimizers, budget_bytes, parse_host(self._host, self.root_device), options)
+        return BudgetedStep(module, self.optimizers, *self._memory(), options)

@@ -22,8 +22,6 @@ from retime.mechanisms.memory_budget import (
     BudgetOptions,
     DryRuns,
     OnShapeChange,
-    parse_budget,
-    parse_host,
 )
 from retime.strategies.support.base import DDPArguments, HostReductionMixin, ReduceOn, refuse_users_hook
 from retime.strategies.support.budgeted_steps import Budgeted
@@ -96,9 +94,8 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
             self._reduction = BucketReduction(model, reducer)
 
         def make() -> BudgetedStep:
-            budget_bytes = parse_budget(self._budget, self.root_device, sharing=self.num_processes)
-            host = parse_host(self._host, self.root_device)
-            return BudgetedDataParallelStep(model, self.optimizers, budget_bytes, host, options, agreement=agreement)
+            memory = self._memory(self.num_processes)
+            return BudgetedDataParallelStep(model, self.optimizers, *memory, options, agreement=agreement)
 
         return agreement.each_makes(make, BudgetedStep.remove, SETTING_UP)
 

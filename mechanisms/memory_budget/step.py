@@ -221,11 +221,6 @@ class BudgetedStep:
         """Return whether the step that runs at the moment is only tried out: nothing of it is to be kept."""
         return self._planner.planning
 
-    @property
-    def gradients(self) -> Gradients:
-        """State of the gradients of steps before: freed, or still there."""
-        return self._planner.gradients
-
     def expect_gradients(self, choice: Gradients) -> None:
         """Expect earlier steps' gradients from the next batch on, or none; plans for the other choice are kept beside.
 
@@ -282,4 +277,4 @@ class BudgetedStep:
         self.host.close()
 
     def _record(self, batch: Any) -> BatchRecord:
-        return BatchRecord(batch, self.model, self.gradients, self._options.split)
+        return BatchRecord(batch, self.model, self._planner.gradients, self._options.split)

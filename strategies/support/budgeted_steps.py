@@ -34,12 +34,14 @@ from retime.mechanisms.memory_budget import (
     BudgetReport,
     ExecutionMode,
     Gradients,
+    HostTier,
     NoLossError,
     PlannedShape,
     SubBatches,
     TooMuchAllocated,
     check_host_text,
     parse_budget,
+    parse_host,
     read_plans,
     write_plans,
 )
@@ -159,9 +161,7 @@ class Budgeted(LightningOnly, Strategy):
         of_device = isinstance(budget, str) and budget.strip().endswith("%")  # which is known later
         parse_budget(budget, None if of_device else kwargs.get("device"))
         super().__init__(**kwargs)
-        self._budget, self._host, self._options = budget, host, options
-        self.split = options.split
-        """How batches are cut."""
+        self._budget, self._host, self.options = budget, host, options
         self._step: BudgetedStep | None = None
         self._log: PartLog | None = None
         self._results: WholeBatchResults | None = None
@@ -181,6 +181,11 @@ class Budgeted(LightningOnly, Strategy):
         """Mechanisms that this strategy brings along."""
         return (Mechanism.MEMORY_BUDGET,)
 
+    def _memory(self, sharing: int = 1) -> tuple[int, HostTier]:
+        """Return the budget in bytes, of each of so many processes, and where offloaded storages go."""
+        budget_bytes = parse_budget(self._budget, self.root_device, sharing=sharing)
+        return budget_bytes, parse_host(self._host, self.root_device)
+
     @abstractmethod
     def _make_step(self, module: LightningModule, options: BudgetOptions) -> BudgetedStep:
         """Make what runs the steps of this fit; the model and the optimizers are where they train."""
@@ -196,7 +201,7 @@ class Budgeted(LightningOnly, Strategy):
             return
         if self._step is not None:  # a fit that ended without teardown, as one for a batch size does
             self._step.remove()
-        options = replace(self._options, gradients=gradients_in(trainer), say=_say)
+        options = replace(self.options, gradients=gradients_in(trainer), say=_say)
         self._step = self._make_step(module, options)
         if self._plans is not None:
             self._step.load_state_dict(self._plans)
@@ -218,7 +223,7 @@ class Budgeted(LightningOnly, Strategy):
             with ExitStack() as around:
                 if dry:
                     around.enter_context(muted_logging(module.trainer))
-                samples, whole = samples_in(part, self.split), way is ExecutionMode.WHOLE and not dry
+                samples, whole = samples_in(part, self.options.split), way is ExecutionMode.WHOLE and not dry
                 logged = around.enter_context(log.collecting(samples, dry=dry, whole=whole))
                 output = plain(part, *rest, **kwargs)
             try:

@@ -48,7 +48,7 @@ class _InParts(Budgeted):
         if step is None:
             return super().training_step(*args, **kwargs)
         self._noted, self._begun = len(self._trace()), step.report().sub_batches
-        self._samples = samples_in(args[0], self.split)
+        self._samples = samples_in(args[0], self.options.split)
         with patch.object(sub_batches, "balanced_parts", uneven_parts):
             output = super().training_step(*args, **kwargs)
         if step.parts is None:

@@ -34,6 +34,7 @@ def test_names_are_registered_once_and_described() -> None:
     suffixes = {name: ("", "_spawn", "_fork") if starts else ("",) for name, _, starts, _, _ in STRATEGIES}
     assert sorted(registered) == sorted(name + suffix for name in suffixes for suffix in suffixes[name])
     assert all(StrategyRegistry[name]["description"] for name in registered)
+    assert all(name.startswith(strategy.strategy_name) for name, strategy, *_ in STRATEGIES)  # type: ignore[attr-defined]
     assert isinstance(trainer(strategy="fused_optimizer").strategy, FusedOptimizerStrategy)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from retime.foundations.compatibility import Mechanism, Owned, together
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGIN, END = "<!-- drawn: begin -->\n", "\n<!-- drawn: end -->"
+BEGIN, END = "<!-- drawn: begin -->\n\n", "\n\n<!-- drawn: end -->"
 FOLDERS = (
     ("commands",),
     ("recipes",),

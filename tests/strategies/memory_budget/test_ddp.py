@@ -4,9 +4,7 @@ import subprocess
 from functools import cache
 
 import pytest
-from lightning.pytorch.strategies import StrategyRegistry
 
-import retime
 from support.two_ranks import run_two_ranks, said_in
 
 CHECKS = [
@@ -37,9 +35,3 @@ def test_on_two_ranks(name: str) -> None:
     number = CHECKS.index(name)
     for rank in ranks(number - number % A_PAIR):
         said_in(rank, name)
-
-
-def test_names_are_registered() -> None:
-    assert retime.MemoryBudgetDDPStrategy.strategy_name == "memory_budget_ddp"
-    for name in ("memory_budget_ddp", "memory_budget_ddp_spawn", "memory_budget_ddp_fork"):
-        assert StrategyRegistry[name]["description"]
