@@ -151,7 +151,7 @@ def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepPro
     with muted_logging(trainer):
         try:
             budgeted = strategy if isinstance(strategy, Budgeted) else None
-            split = split_batch if budgeted is None else budgeted.split
+            split = split_batch if budgeted is None else budgeted.options.split
             shape = None if budgeted is None else budgeted.planned(batch)
             samples = samples_in(batch, split)
             plan = OffloadPlan(samples) if shape is None else shape.choice.plan

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
+from retime import strategies
+
 project, author = "retime", "the authors of retime"
 release = metadata.version("lightning-retime")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -27,6 +29,13 @@ html_title = "retime"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 
+
+def cards(folder: str) -> list[str]:
+    """Return the pages of a folder's rooms."""
+    root = Path(__file__).parents[1]
+    return [path.relative_to(root).with_suffix("").as_posix() for path in sorted(root.glob(f"{folder}/**/README.md"))]
+
+
 CONTENTS = {
     "Start": [
         *("docs/start", "docs/choose", "docs/advise", "docs/transformers", "docs/examples"),
@@ -36,11 +45,7 @@ CONTENTS = {
         *("docs/questions/gradient_accumulation", "docs/questions/slow_ddp", "docs/questions/rnns_on_a_cpu"),
         "docs/questions/how_it_stays_equal",
     ],
-    "Methods": [
-        *(f"mechanisms/{name}/README" for name in ("fusion", "out_of_order", "pipeline", "memory_budget")),
-        *(f"mechanisms/{name}/README" for name in ("cpu_accumulation", "scan", "scan/jacobians", "two_streams")),
-        "foundations/cpu_pool/README",
-    ],
+    "Methods": cards("mechanisms"),
     "Evidence": ["results/README", "docs/recipes", "docs/gpu"],
     "Reference": [
         "docs/api",
@@ -52,10 +57,7 @@ CONTENTS = {
         "CODE_OF_CONDUCT",
         "CHANGELOG",
     ],
-    "Foundations": [
-        *(f"foundations/{name}/README" for name in ("ddp", "lazy_updates", "measure", "torch_private")),
-        "foundations/weight_gradients/README",
-    ],
+    "Foundations": cards("foundations"),
 }
 
 
@@ -64,6 +66,9 @@ def add_contents(_: Sphinx, page: str, source: list[str]) -> None:
     if page == root_doc:
         for caption, pages in CONTENTS.items():
             source[0] += _table(f":caption: {caption}", *(f"/{one}" for one in pages))
+    elif page == "docs/api":
+        classes = "\n".join(f".. autoclass:: retime.{name}" for name in strategies.__all__)
+        source[0] = source[0].replace(".. each class of retime.strategies", classes)
     elif page == "results/README":
         # its anchors are HTML, which a code host shows; Sphinx knows those of spans
         source[0] = re.sub(r'<a id="([^"]+)"></a>', r"[]{#\1}", source[0]) + _table(":glob:", "**/result")

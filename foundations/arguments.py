@@ -81,6 +81,20 @@ def checked(function: _Checked) -> _Checked:
     return typing.cast(_Checked, call)
 
 
+def checked_with(options: type) -> Callable[[_Checked], _Checked]:
+    """Check what a function takes by ``**`` as the fields of a dataclass, which ``help`` shows in their place too."""
+
+    def decorate(function: _Checked) -> _Checked:
+        own = inspect.signature(function)
+        named = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        fields = [one.replace(kind=one.KEYWORD_ONLY) for one in inspect.signature(options).parameters.values()]
+        function.__annotations__.update(typing.get_type_hints(options, include_extras=True))
+        function.__signature__ = own.replace(parameters=[*named, *fields])  # type: ignore[union-attr]
+        return checked(function)
+
+    return decorate
+
+
 _GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

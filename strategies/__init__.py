@@ -25,13 +25,7 @@ __all__ = [
 
 STRATEGIES: tuple[tuple[str, type[Strategy], bool, str, dict[str, Any]], ...] = (
     ("fused_optimizer", FusedOptimizerStrategy, False, "updates inside the backward pass", {"mode": "backward"}),
-    (
-        "fused_optimizer_forward",
-        FusedOptimizerStrategy,
-        False,
-        "updates before the next forward pass",
-        {"mode": "forward"},
-    ),
+    ("fused_optimizer_forward", FusedOptimizerStrategy, False, "updates in the next forward pass", {"mode": "forward"}),
     ("fused_optimizer_ddp", FusedOptimizerDDPStrategy, True, "DDP, each bucket's update behind its all-reduce", {}),
     ("ooo_ddp", OOODataParallelStrategy, True, "DDP, out-of-order weight gradients and cross-iteration waits", {}),
     ("ooo_pipeline", OOOPipelineStrategy, True, "pipeline parallel with out-of-order weight gradients", {}),

@@ -14,7 +14,8 @@ from lightning.pytorch.plugins import Precision
 
 from retime.foundations.arguments import checked
 from retime.foundations.parts import BatchNormChoice, Split
-from retime.mechanisms.memory_budget import BudgetedStep, DryRuns, OnShapeChange, parse_budget, parse_host
+from retime.foundations.parts import split_batch as cut
+from retime.mechanisms.memory_budget import BudgetedStep, BudgetOptions, DryRuns, OnShapeChange
 from retime.strategies.support.base import SingleDevice
 from retime.strategies.support.budgeted_steps import Budgeted
 
@@ -87,18 +88,12 @@ class MemoryBudgetStrategy(Budgeted, SingleDevice):
         super().__init__(
             budget,
             host,
-            batchnorm,
-            on_shape_change,
-            split_batch,
-            loss_weight,
-            dry_run,
-            plan,
+            BudgetOptions(batchnorm, on_shape_change, split_batch or cut, loss_weight, dry_run, plan),
             device=device,
             accelerator=accelerator,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
 
-    def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
-        budget_bytes = parse_budget(self._budget, self.root_device)
-        return BudgetedStep(module, self.optimizers, budget_bytes, parse_host(self._host, self.root_device), **options)
+    def _make_step(self, module: LightningModule, options: BudgetOptions) -> BudgetedStep:
+        return BudgetedStep(module, self.optimizers, *self._memory(), options)

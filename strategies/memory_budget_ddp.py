@@ -13,15 +13,15 @@ from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.ddp import RankAgreement
 from retime.foundations.parts import BatchNormChoice, Split
+from retime.foundations.parts import split_batch as cut
 from retime.mechanisms.cpu_accumulation import BucketReduction
 from retime.mechanisms.memory_budget import (
     SETTING_UP,
     BudgetedDataParallelStep,
     BudgetedStep,
+    BudgetOptions,
     DryRuns,
     OnShapeChange,
-    parse_budget,
-    parse_host,
 )
 from retime.strategies.support.base import DDPArguments, HostReductionMixin, ReduceOn, refuse_users_hook
 from retime.strategies.support.budgeted_steps import Budgeted
@@ -73,7 +73,8 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
         reduce_on: ReduceOn = "device",
         **ddp: Any,
     ) -> None:
-        super().__init__(budget, host, batchnorm, on_shape_change, split_batch, loss_weight, dry_run, plan, **ddp)
+        options = BudgetOptions(batchnorm, on_shape_change, split_batch or cut, loss_weight, dry_run, plan)
+        super().__init__(budget, host, options, **ddp)
         if reduce_on == "host":
             refuse_users_hook(Mechanism.HOST_REDUCTION, ddp)
         self.reduce_on = reduce_on
@@ -83,7 +84,7 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
         """Mechanisms that this strategy brings along."""
         return (*super().mechanisms, Mechanism.HOST_REDUCTION) if self.reduce_on == "host" else super().mechanisms
 
-    def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
+    def _make_step(self, module: LightningModule, options: BudgetOptions) -> BudgetedStep:
         agreement = RankAgreement(timeout_of(self))
         self.end_reduction()
         model = self.model
@@ -93,9 +94,8 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
             self._reduction = BucketReduction(model, reducer)
 
         def make() -> BudgetedStep:
-            budget_bytes = parse_budget(self._budget, self.root_device, sharing=self.num_processes)
-            host = parse_host(self._host, self.root_device)
-            return BudgetedDataParallelStep(model, self.optimizers, budget_bytes, host, agreement=agreement, **options)
+            memory = self._memory(self.num_processes)
+            return BudgetedDataParallelStep(model, self.optimizers, *memory, options, agreement=agreement)
 
         return agreement.each_makes(make, BudgetedStep.remove, SETTING_UP)
 

@@ -51,7 +51,7 @@ from retime.schedules.timeline import Span
 from retime.strategies.support.base import LightningOnly, ReportsAcrossProcesses, StartMethod, without_none
 from retime.strategies.support.budgeted_steps import WholeBatchResults, muted_logging
 from retime.strategies.support.lightning_private import in_the_loaders_order
-from retime.strategies.support.parts_log import LOGGED, PipelineLog
+from retime.strategies.support.parts_log import LOGGED
 from retime.strategies.support.pipeline_hooks import (
     KeptAttributes,
     check_pipeline_fit,
@@ -61,6 +61,7 @@ from retime.strategies.support.pipeline_hooks import (
     wants_outputs,
     warn_of_gradient_hooks,
 )
+from retime.strategies.support.pipeline_log import PipelineLog
 
 Auto = Literal["auto"]
 _OTHERS = "others"

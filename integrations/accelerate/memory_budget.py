@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
@@ -28,6 +29,7 @@ from retime.mechanisms.memory_budget import (
     SETTING_UP,
     BudgetedDataParallelStep,
     BudgetedStep,
+    BudgetOptions,
     BudgetReport,
     check_host_text,
     parse_budget,
@@ -111,7 +113,8 @@ class MemoryBudget:
         self._model, self._optimizers = model, [prepared.optimizer]
         here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
         self._budget_bytes = parse_budget(budget, accelerator.device, sharing=here)
-        self._host, self._options = host, options
+        defaults: dict[str, Any] = {"gradients": "kept", "say": self._say}
+        self._host, self._options = host, BudgetOptions(**defaults | options)
         self._whole: BudgetedStep | None = None
         self._parts: BudgetedStep | None = None
         self._kept: dict[str, Any] = {}
@@ -185,21 +188,21 @@ class MemoryBudget:
 
     def _make(self, split_too: bool) -> BudgetedStep:
         model = self._model
-        options = {"gradients": "kept", "sub_batches": split_too, "say": self._say, **self._options}
+        options = replace(self._options, sub_batches=split_too and self._options.sub_batches)
 
         def arguments() -> tuple[Any, ...]:
-            return self._optimizers, self._budget_bytes, parse_host(self._host, self._accelerator.device)
+            return self._optimizers, self._budget_bytes, parse_host(self._host, self._accelerator.device), options
 
         step: BudgetedStep
         if isinstance(model, DistributedDataParallel):
             agreement = RankAgreement()
             step = agreement.each_makes(
-                lambda: BudgetedDataParallelStep(model, *arguments(), agreement=agreement, **options),
+                lambda: BudgetedDataParallelStep(model, *arguments(), agreement=agreement),
                 BudgetedStep.remove,
                 SETTING_UP,
             )
         else:
-            step = BudgetedStep(model, *arguments(), **options)
+            step = BudgetedStep(model, *arguments())
         kept = self._kept.get("parts" if split_too else "whole")
         if kept is not None:
             step.load_state_dict(kept)

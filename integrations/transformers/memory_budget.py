@@ -18,7 +18,7 @@ from retime.foundations.patching import layered_methods
 from retime.integrations.accelerate.memory_budget import BudgetReports
 from retime.integrations.accelerate.memory_budget import MemoryBudget as Budget
 from retime.integrations.transformers.during_training import DuringTraining, Removable
-from retime.mechanisms.memory_budget import check_host_text, parse_budget
+from retime.mechanisms.memory_budget import BudgetOptions, check_host_text, parse_budget
 from retime.schedules.budget import BudgetError
 
 _INSTEAD = (
@@ -60,6 +60,7 @@ class MemoryBudget(DuringTraining[BudgetReports]):
         here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
         parse_budget(budget, accelerator.device, sharing=here)
         check_host_text(host)
+        BudgetOptions(**options)  # what is wrong with them shows here
         self._budget, self._host, self._options = budget, host, options
         self._plans: dict[str, Any] = {}
         self._batches = 0

@@ -33,7 +33,7 @@ from retime.mechanisms.memory_budget.offload import (
     parse_host,
 )
 from retime.mechanisms.memory_budget.plan_files import PlanFileError, read_plans, write_plans
-from retime.mechanisms.memory_budget.planner import DryRuns, StepPlanner
+from retime.mechanisms.memory_budget.planner import BudgetOptions, DryRuns, StepPlanner
 from retime.mechanisms.memory_budget.report import (
     AnotherPath,
     BudgetReport,
@@ -50,6 +50,7 @@ from retime.mechanisms.memory_budget.sub_batches import SubBatches
 
 __all__ = [
     "AnotherPath",
+    "BudgetOptions",
     "BudgetReport",
     "BudgetedDataParallelStep",
     "BudgetedStep",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from retime.foundations.torch_private.distributed import COLLECTIVE_NAMESPACES, 
 from retime.foundations.torch_private.engine import TorchDispatchMode
 from retime.foundations.torch_private.nn_and_optim import BatchNormBase
 from retime.mechanisms.memory_budget.offload import HostTier
-from retime.mechanisms.memory_budget.planner import Step
+from retime.mechanisms.memory_budget.planner import BudgetOptions, Step
 from retime.mechanisms.memory_budget.report import PlannedShape, warn_of_no_plan
 from retime.mechanisms.memory_budget.step import BudgetedStep, ExecutionMode, NoLossError
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
@@ -244,8 +245,8 @@ class BudgetedDataParallelStep(BudgetedStep):
     Args:
         model: the wrapped model; ``step`` calls it as ever.
         optimizers, budget_bytes, host: of this rank; as for :class:`BudgetedStep`.
+        options: as for :class:`BudgetedStep`, and so are others given by name.
         agreement: how the ranks talk; None makes one. It is closed by :meth:`remove`.
-        options: as for :class:`BudgetedStep`.
 
     Raises:
         ValueError: an optimizer that communicates, or SyncBatchNorm with a choice that takes parts of a batch.
@@ -257,15 +258,16 @@ class BudgetedDataParallelStep(BudgetedStep):
         optimizers: Sequence[torch.optim.Optimizer],
         budget_bytes: int | str,
         host: HostTier,
+        options: BudgetOptions | None = None,
         *,
         agreement: RankAgreement | None = None,
-        **options: Any,
+        **named: Any,
     ) -> None:
-        synced = _synced(model)
-        if synced and options.get("batchnorm", "offload") != "offload":
+        synced, batchnorm = _synced(model), replace(options or BudgetOptions(), **named).batchnorm
+        if synced and batchnorm != "offload":
             raise ValueError(
                 f"SyncBatchNorm takes its statistics over the batches of all ranks ({synced[0]}), so no part of one "
-                f"can stand alone: use batchnorm='offload', or BatchNorm with batchnorm={options['batchnorm']!r}"
+                f"can stand alone: use batchnorm='offload', or BatchNorm with batchnorm={batchnorm!r}"
             )
         if any(_communicates(optimizer) for optimizer in optimizers):
             raise ValueError(
@@ -278,12 +280,13 @@ class BudgetedDataParallelStep(BudgetedStep):
             optimizers,
             budget_bytes,
             host,
+            options,
             buckets=buckets_of(model),
             reduction_bytes=reduction,
             hidden_bytes=reduction + bucket_bytes(model),
             whole_because=_why_whole(model, synced),
             may_stop=False,  # the other ranks would wait for this one's gradients
-            **options,
+            **named,
         )
         self._new_buckets = NewBuckets(model)
         self._wrapped = model
@@ -376,7 +379,7 @@ class BudgetedDataParallelStep(BudgetedStep):
 
     def _make_room(self, batch: Any) -> None:
         """Buckets that were made while the pool was there are the pool's."""
-        reduction_bytes = self._options.reduction_bytes
+        reduction_bytes = self._planner.reduction_bytes
         if self._new_buckets.since and self.hidden_bytes > reduction_bytes:
             self._plans.hide(reduction_bytes, batch)
 

@@ -13,14 +13,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.lazy_updates import is_compiled
-from retime.foundations.parts import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part
+from retime.foundations.messages import parse_bytes
+from retime.foundations.parts import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part, split_batch
 from retime.foundations.preserve_state import (
     ExternalTensors,
     SavedState,
@@ -40,7 +42,7 @@ from retime.mechanisms.memory_budget.dry_run import (
     everything,
 )
 from retime.mechanisms.memory_budget.offload import HostTier, PlanMismatch
-from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.report import OnShapeChange, PlannedShape
 from retime.mechanisms.memory_budget.search import MOST_TRIALS, PlanChoice, PlanTrial, examined, part_sizes, search_plan
 from retime.mechanisms.memory_budget.separability import certify, check_sizes
 from retime.mechanisms.memory_budget.step_memory import StepMemory
@@ -100,22 +102,34 @@ _ONLY_OFFLOAD = re.compile(r"[;,.](?: or)? offload only(?:, or )?", re.IGNORECAS
 Step = Callable[[Any], Any]
 
 
+def _say_nothing(text: str) -> None:
+    pass
+
+
+@checked
 @dataclass(frozen=True)
 class BudgetOptions:
-    """Choices of a user, checked; see :class:`~retime.mechanisms.memory_budget.BudgetedStep`."""
+    """Choices for a budget, checked; :class:`~retime.mechanisms.memory_budget.BudgetedStep` says what each means."""
 
-    batchnorm: BatchNormChoice
-    split: Split
-    loss_weight: Callable[[Any], Any] | None
-    on_shape_change: str
-    buckets: Buckets
-    reduction_bytes: int
-    hidden_bytes: int
-    may_stop: bool
-    sub_batches: bool
-    dry_run: DryRuns
-    plan: str | os.PathLike[str] | None
-    say: Callable[[str], None]
+    batchnorm: BatchNormChoice = "offload"
+    on_shape_change: OnShapeChange = "replan"
+    split: Split = split_batch
+    loss_weight: Callable[[Any], Any] | None = None
+    dry_run: DryRuns = "auto"
+    plan: str | os.PathLike[str] | None = None
+    gradients: Gradients = "freed"
+    buckets: Buckets = ""
+    reduction_bytes: int | str = 0
+    hidden_bytes: Annotated[int, AtLeast(0)] = 0
+    may_stop: bool = True
+    whole_because: str = ""
+    sub_batches: bool = True
+    say: Callable[[str], None] = _say_nothing
+    make_plan: MakePlan | None = None
+
+
+MakePlan = Callable[["StepPlanner", Step, Any, int], PlannedShape]
+"""Makes the plan of a step for a batch of so many samples, as :meth:`StepPlanner.make` does."""
 
 
 class StepPlanner:
@@ -138,11 +152,10 @@ class StepPlanner:
         budget_bytes: int,
         host: HostTier,
         options: BudgetOptions,
-        gradients: Gradients,
-        whole_because: str,
     ) -> None:
         self.model, self.optimizers, self.budget_bytes, self.host = model, optimizers, budget_bytes, host
-        self.options, self.gradients, self.whole_because = options, gradients, whole_because
+        self.options, self.gradients, self.whole_because = options, options.gradients, options.whole_because
+        self.reduction_bytes = parse_bytes("reduction_bytes", options.reduction_bytes, least=0)
         self.planning = False
 
     @contextmanager
@@ -277,7 +290,7 @@ class StepPlanner:
             "budget_bytes": self.budget_bytes,
             "batchnorm": self.options.batchnorm,
             "buckets": self.options.buckets,
-            "reduction_bytes": self.options.reduction_bytes,
+            "reduction_bytes": self.reduction_bytes,
             "sub_batches": self.options.sub_batches,
             "model": f"{type(self.model).__name__}: {trained} bytes trained, {fixed} fixed",
             "optimizers": ", ".join(type(one).__name__ for one in self.optimizers),
@@ -293,7 +306,7 @@ class StepPlanner:
             split=lambda whole, first, last: dry_part(whole, first, last, self.options.split),
             gradients=self.gradients,
             buckets=self.options.buckets,
-            reduction_bytes=self.options.reduction_bytes,
+            reduction_bytes=self.reduction_bytes,
         )
 
     def _probe_samples(self, plain: StepProfile | None, samples: int) -> int:

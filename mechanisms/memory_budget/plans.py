@@ -321,10 +321,6 @@ class Offloads:
         return OffloadReport.total([*(offload.report() for offload in self._of.values()), *filter(None, [self._gone])])
 
 
-MakePlan = Callable[[StepPlanner, Step, Any, int], PlannedShape]
-"""Makes the plan of a step for a batch of so many samples, as :meth:`StepPlanner.make` does."""
-
-
 _AFTER = "made from what the first step saved and held, without a dry run"
 
 
@@ -345,21 +341,14 @@ class BatchPlans:
         memory: what is held beside what a step makes.
     """
 
-    def __init__(
-        self,
-        planner: StepPlanner,
-        offloads: Offloads,
-        report: BudgetReport,
-        compiled: CompiledCode,
-        make_plan: MakePlan,
-    ) -> None:
+    def __init__(self, planner: StepPlanner, offloads: Offloads, report: BudgetReport, compiled: CompiledCode) -> None:
         self.planner, self.book, self.options = planner, PlanCache(), planner.options
         self.first = FirstSteps(planner)
         self._first_step: tuple[BatchRecord, PlannedShape] | None = None
         self._offloaded_first: list[_OffloadedFirst] = []
         self._given = None if self.options.plan is None else GivenPlans(self.options.plan, planner)
         self.memory = MemoryLimit(planner.model, planner.optimizers, self.options.hidden_bytes)
-        self._offloads, self._report, self._compiled, self._make_plan = offloads, report, compiled, make_plan
+        self._offloads, self._report, self._compiled = offloads, report, compiled
 
     def first_or_plan(self, step: Step, record: BatchRecord, may_stop: bool = True) -> PlannedShape:
         """Plan, or return what the first step of a shape is to run under, which is trained to find out the rest."""
@@ -369,7 +358,8 @@ class BatchPlans:
         is_decided = self.book.find(record) is not None or (self.book and self.options.on_shape_change == "error")
         if is_decided or self._given is not None:
             return self.plan(step, record)
-        first = self.first.begin(record.key, record.batch, record.samples, may_stop and self.options.may_stop)
+        may_stop = may_stop and self.options.may_stop and self.options.make_plan is None
+        first = self.first.begin(record.key, record.batch, record.samples, may_stop)
         if first is None:
             return self.plan(step, record)
         self.memory.limit(record.batch, self.planner.budget_bytes)
@@ -426,7 +416,8 @@ class BatchPlans:
         taken = None if earlier is None else self.planner.of_saved(earlier, step, batch, samples)
         if taken is not None:
             return taken
-        shape = self._make_plan(self.planner, step, batch, samples)
+        make = self.options.make_plan or StepPlanner.make
+        shape = make(self.planner, step, batch, samples)
         return replace(shape, note="; ".join(filter(None, (shape.note, self.memory.freed.note))))
 
     def _with_sizes_checked(self, step: Step, record: BatchRecord, shape: PlannedShape) -> PlannedShape:

@@ -16,25 +16,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.arguments import AtLeast, checked
+from retime.foundations.arguments import checked_with
 from retime.foundations.messages import parse_bytes
-from retime.foundations.parts import BatchNormChoice, Split, loss_of, split_batch
+from retime.foundations.parts import loss_of
 from retime.foundations.preserve_state import CompiledCode
-from retime.mechanisms.memory_budget.dry_run import Buckets, Gradients, TooMuchAllocated, check_held
+from retime.mechanisms.memory_budget.dry_run import Gradients, TooMuchAllocated, check_held
 from retime.mechanisms.memory_budget.offload import HostTier, check_host
 from retime.mechanisms.memory_budget.plan_files import OtherPlansError, write_plans
-from retime.mechanisms.memory_budget.planner import BudgetOptions, DryRuns, Step, StepPlanner
-from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads
+from retime.mechanisms.memory_budget.planner import BudgetOptions, Step, StepPlanner
+from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, Offloads
 from retime.mechanisms.memory_budget.report import (
     AnotherPath,
     BudgetReport,
-    OnShapeChange,
     PlannedShape,
     warn_of_dropped,
     warn_of_unexamined,
@@ -69,6 +69,7 @@ class BudgetedStep:
         budget_bytes: for parameters, buffers, gradients, optimizer states, the batch, activations and workspaces of
             operations. On a CPU: by how much the process may grow over its size without the model.
         host: where offloaded storages go; it is closed by :meth:`remove`.
+        options: the following ones in one object; those that are given by name take the place of its.
         batchnorm: for layers with batch statistics: ``"offload"`` only, or ``"ghost"`` statistics of each sub-batch.
         split: a ``split_batch(batch, sub_batch)`` hook for batches that cannot be cut along their first dimension.
         loss_weight: counts what the loss of a part is a mean over, if a probe cannot see it.
@@ -93,53 +94,24 @@ class BudgetedStep:
         PlanFileError, OSError: ``plan`` cannot be used.
     """
 
-    @checked
+    @checked_with(BudgetOptions)
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         budget_bytes: int | str,
         host: HostTier,
-        *,
-        batchnorm: BatchNormChoice = "offload",
-        split: Split = split_batch,
-        loss_weight: Callable[[Any], Any] | None = None,
-        on_shape_change: OnShapeChange = "replan",
-        gradients: Gradients = "freed",
-        buckets: Buckets = "",
-        reduction_bytes: int | str = 0,
-        hidden_bytes: Annotated[int, AtLeast(0)] = 0,
-        may_stop: bool = True,
-        whole_because: str = "",
-        sub_batches: bool = True,
-        dry_run: DryRuns = "auto",
-        plan: str | os.PathLike[str] | None = None,
-        say: Callable[[str], None] = lambda text: None,
-        make_plan: MakePlan | None = None,
+        options: BudgetOptions | None = None,
+        **named: Any,
     ) -> None:
         check_host(host)
         budget_bytes = parse_bytes("budget_bytes", budget_bytes)
-        options = BudgetOptions(
-            batchnorm=batchnorm,
-            split=split,
-            loss_weight=loss_weight,
-            on_shape_change=on_shape_change,
-            buckets=buckets,
-            reduction_bytes=parse_bytes("reduction_bytes", reduction_bytes, least=0),
-            hidden_bytes=hidden_bytes,
-            may_stop=may_stop and make_plan is None,
-            sub_batches=sub_batches,
-            dry_run=dry_run,
-            plan=plan,
-            say=say,
-        )
         self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
-        self._options = options
+        self._options = options = replace(options or BudgetOptions(), **named)
         self._offloads, self._report, compiled = Offloads(host), BudgetReport(budget_bytes), CompiledCode()
-        self._planner = StepPlanner(model, self.optimizers, budget_bytes, host, options, gradients, whole_because)
-        planned_by_planner, make_plan = make_plan is None, make_plan or StepPlanner.make
-        self._plans = BatchPlans(self._planner, self._offloads, self._report, compiled, make_plan)
-        self._batches = PlannedBatches(self._plans, self._offloads, compiled, self._report, may_stop=planned_by_planner)
+        self._planner = StepPlanner(model, self.optimizers, budget_bytes, host, options)
+        self._plans = BatchPlans(self._planner, self._offloads, self._report, compiled)
+        self._batches = PlannedBatches(self._plans, self._offloads, compiled, self._report)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, step: Step, batch: Any, backward: Callable[[Tensor], Any] | None = None) -> Any:
@@ -249,11 +221,6 @@ class BudgetedStep:
         """Return whether the step that runs at the moment is only tried out: nothing of it is to be kept."""
         return self._planner.planning
 
-    @property
-    def gradients(self) -> Gradients:
-        """State of the gradients of steps before: freed, or still there."""
-        return self._planner.gradients
-
     def expect_gradients(self, choice: Gradients) -> None:
         """Expect earlier steps' gradients from the next batch on, or none; plans for the other choice are kept beside.
 
@@ -310,4 +277,4 @@ class BudgetedStep:
         self.host.close()
 
     def _record(self, batch: Any) -> BatchRecord:
-        return BatchRecord(batch, self.model, self.gradients, self._options.split)
+        return BatchRecord(batch, self.model, self._planner.gradients, self._options.split)

@@ -181,21 +181,18 @@ class PlannedBatches:
     Args:
         plans: decides under which plan a batch runs, and is told what it showed.
         offloads, compiled, report: of the same step.
-        may_stop: a sub-batch may be stopped in its forward pass, and run again.
 
     Attributes:
         now: its sub-batches; None if there is no such batch.
         stopped: it was stopped in its forward pass, and has not begun again.
     """
 
-    def __init__(
-        self, plans: BatchPlans, offloads: Offloads, compiled: CompiledCode, report: BudgetReport, *, may_stop: bool
-    ) -> None:
+    def __init__(self, plans: BatchPlans, offloads: Offloads, compiled: CompiledCode, report: BudgetReport) -> None:
         self.now: SubBatches | None = None
         self.stopped = False
         self._now_plain = True
         self._plans, self._offloads, self._compiled, self._report = plans, offloads, compiled, report
-        self._may_stop = may_stop
+        self._may_stop = plans.options.make_plan is None  # a sub-batch, which then runs again
 
     def prepare(self, step: Step, record: BatchRecord) -> SubBatches:
         """Plan if need be, and cut the batch; nothing of it runs yet."""

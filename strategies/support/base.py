@@ -287,6 +287,7 @@ class SingleDevice(SingleDeviceStrategy):
     instead = ""
     """What to say to those who have several devices."""
 
+    @checked
     def __init__(
         self,
         device: str | int | torch.device | None = None,

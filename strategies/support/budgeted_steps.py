@@ -8,6 +8,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,23 +25,23 @@ from torch.optim import Optimizer
 
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.messages import show_bytes
-from retime.foundations.parts import BatchNormChoice, Split, loss_of, samples_in
-from retime.foundations.parts import split_batch as cut
+from retime.foundations.parts import loss_of, samples_in
 from retime.foundations.patching import replaced_attributes
 from retime.mechanisms.memory_budget import (
     AnotherPath,
     BudgetedStep,
+    BudgetOptions,
     BudgetReport,
-    DryRuns,
     ExecutionMode,
     Gradients,
+    HostTier,
     NoLossError,
-    OnShapeChange,
     PlannedShape,
     SubBatches,
     TooMuchAllocated,
     check_host_text,
     parse_budget,
+    parse_host,
     read_plans,
     write_plans,
 )
@@ -153,34 +154,14 @@ CHECKPOINT_KEY = "retime_memory_budget"
 class Budgeted(LightningOnly, Strategy):
     """Runs the steps of a fit through a :class:`BudgetedStep`, which a strategy makes in :meth:`_make_step`."""
 
-    def __init__(
-        self,
-        budget: int | str = "90%",
-        host: str | None = None,
-        batchnorm: BatchNormChoice = "offload",
-        on_shape_change: OnShapeChange = "replan",
-        split_batch: Split | None = None,
-        loss_weight: Callable[[Any], Any] | None = None,
-        dry_run: DryRuns = "auto",
-        plan: str | os.PathLike[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if plan is not None:
-            read_plans(plan)  # what is wrong with it shows here; what it was made for, before the first step
+    def __init__(self, budget: int | str, host: str | None, options: BudgetOptions, **kwargs: Any) -> None:
+        if options.plan is not None:
+            read_plans(options.plan)  # what is wrong with it shows here; what it was made for, before the first step
         check_host_text(host)
         of_device = isinstance(budget, str) and budget.strip().endswith("%")  # which is known later
         parse_budget(budget, None if of_device else kwargs.get("device"))
         super().__init__(**kwargs)
-        self._budget, self._host = budget, host
-        self._options: dict[str, Any] = {
-            "batchnorm": batchnorm,
-            "on_shape_change": on_shape_change,
-            "dry_run": dry_run,
-            "plan": plan,
-            "loss_weight": loss_weight,
-        }
-        self.split: Split = split_batch or cut
-        """How batches are cut."""
+        self._budget, self._host, self.options = budget, host, options
         self._step: BudgetedStep | None = None
         self._log: PartLog | None = None
         self._results: WholeBatchResults | None = None
@@ -200,8 +181,13 @@ class Budgeted(LightningOnly, Strategy):
         """Mechanisms that this strategy brings along."""
         return (Mechanism.MEMORY_BUDGET,)
 
+    def _memory(self, sharing: int = 1) -> tuple[int, HostTier]:
+        """Return the budget in bytes, of each of so many processes, and where offloaded storages go."""
+        budget_bytes = parse_budget(self._budget, self.root_device, sharing=sharing)
+        return budget_bytes, parse_host(self._host, self.root_device)
+
     @abstractmethod
-    def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
+    def _make_step(self, module: LightningModule, options: BudgetOptions) -> BudgetedStep:
         """Make what runs the steps of this fit; the model and the optimizers are where they train."""
 
     def setup(self, trainer: Trainer) -> None:
@@ -215,13 +201,8 @@ class Budgeted(LightningOnly, Strategy):
             return
         if self._step is not None:  # a fit that ended without teardown, as one for a batch size does
             self._step.remove()
-        self._step = self._make_step(
-            module,
-            split=self.split,
-            gradients=gradients_in(trainer),
-            say=lambda text: rank_zero_info(f"retime: {text}"),
-            **self._options,
-        )
+        options = replace(self.options, gradients=gradients_in(trainer), say=_say)
+        self._step = self._make_step(module, options)
         if self._plans is not None:
             self._step.load_state_dict(self._plans)
         budget = show_bytes(self._step.report().budget_bytes)
@@ -242,8 +223,8 @@ class Budgeted(LightningOnly, Strategy):
             with ExitStack() as around:
                 if dry:
                     around.enter_context(muted_logging(module.trainer))
-                whole = way is ExecutionMode.WHOLE and not dry
-                logged = around.enter_context(log.collecting(samples_in(part, self.split), dry=dry, whole=whole))
+                samples, whole = samples_in(part, self.options.split), way is ExecutionMode.WHOLE and not dry
+                logged = around.enter_context(log.collecting(samples, dry=dry, whole=whole))
                 output = plain(part, *rest, **kwargs)
             try:
                 loss = loss_of(output)
@@ -374,6 +355,10 @@ class Budgeted(LightningOnly, Strategy):
     def report(self) -> BudgetReport | None:
         """Report of what was planned and done so far; None before the first fit."""
         return self._last_report if self._step is None else self._step.report()
+
+
+def _say(text: str) -> None:
+    rank_zero_info(f"retime: {text}")
 
 
 def _check_module(module: LightningModule) -> None:

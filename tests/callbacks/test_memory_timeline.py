@@ -85,9 +85,3 @@ def test_a_step_that_reads_values_is_measured_all_the_same() -> None:
     assert_close(plain, module, 0)
     assert len(timeline.steps) == 2
     assert all("reads the value" in step.note and not step.predicted for step in timeline.steps)
-
-
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), ("2", TypeError)])
-def test_arguments_are_checked(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=rf"MemoryTimeline\(every_n_steps={value!r}\): give"):
-        MemoryTimeline(every_n_steps=value)

@@ -305,20 +305,6 @@ def test_no_hook_that_makes_a_fused_optimizer_run_plain(hook: str) -> None:
         assert getattr(callback, hook, None) is getattr(Callback, hook, None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"every_n_steps": 0}, ValueError, r"StepTimeline\(every_n_steps=0\): give a whole number of 1 or more"),
-        ({"every_n_steps": 2.5}, TypeError, r"StepTimeline\(every_n_steps=2.5\): give a whole number"),
-        ({"every_n_steps": True}, TypeError, r"every_n_steps=True"),
-        ({"warm_up": -1}, ValueError, r"StepTimeline\(warm_up=-1\): give a whole number of 0 or more"),
-    ],
-)
-def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        StepTimeline(**arguments)
-
-
 def test_drawing_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="or give png=False"):

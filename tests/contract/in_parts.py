@@ -1,5 +1,6 @@
 """A memory budget's riskiest way, forced: each batch that its certificate lets be split runs in two uneven parts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from retime.foundations.parts.split import Split, part_of, samples_in, split_batch
-from retime.mechanisms.memory_budget import BudgetedStep, sub_batches
+from retime.mechanisms.memory_budget import BudgetedStep, BudgetOptions, sub_batches
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
@@ -39,15 +40,15 @@ class _InParts(Budgeted):
         self._noted = self._begun = self._samples = 0
         super().setup(trainer)
 
-    def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
-        return super()._make_step(module, make_plan=self._in_parts, **options)  # type: ignore[safe-super]
+    def _make_step(self, module: LightningModule, options: BudgetOptions) -> BudgetedStep:
+        return super()._make_step(module, replace(options, make_plan=self._in_parts))  # type: ignore[safe-super]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step
         if step is None:
             return super().training_step(*args, **kwargs)
         self._noted, self._begun = len(self._trace()), step.report().sub_batches
-        self._samples = samples_in(args[0], self.split)
+        self._samples = samples_in(args[0], self.options.split)
         with patch.object(sub_batches, "balanced_parts", uneven_parts):
             output = super().training_step(*args, **kwargs)
         if step.parts is None:

@@ -7,7 +7,7 @@ On several ranks: `plain="ddp"`, and a factory that hands on the DDP options a s
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +39,7 @@ from retime.callbacks import FuseOptimizer
 from retime.foundations.weight_gradients import split_backward as layer_hooks
 from retime.mechanisms.cpu_accumulation import HostUpdateReport
 from retime.mechanisms.fusion import FusionReport
-from retime.mechanisms.memory_budget import BudgetedStep
+from retime.mechanisms.memory_budget import BudgetedStep, BudgetOptions
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
 from retime.mechanisms.out_of_order import data_parallel as send_plan
@@ -265,8 +265,8 @@ def _of_updates(trainer: Trainer) -> Any:
 class _Everything(Budgeted):
     """Moves every saved storage of every step, as no budget of these small models would ask for."""
 
-    def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
-        return super()._make_step(module, make_plan=self._all, **options)  # type: ignore[safe-super]
+    def _make_step(self, module: LightningModule, options: BudgetOptions) -> BudgetedStep:
+        return super()._make_step(module, replace(options, make_plan=self._all))  # type: ignore[safe-super]
 
     def teardown(self) -> None:
         super().teardown()

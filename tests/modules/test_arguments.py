@@ -13,11 +13,9 @@ from retime.mechanisms.scan import (
     CsrPattern,
     JacobianScan,
     calibrate,
-    full_levels,
     jacobian_of,
     layer,
     parse_solver,
-    prune_class_blind,
     scan_bidirectional,
     scan_layer,
     scan_plan,
@@ -115,17 +113,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "chunk": (lambda: parse_solver("chunk:0"), "length"),
     "truncated": (lambda: parse_solver("truncated:0"), "levels"),
     "cell": (lambda: calibrate(cells=["Elman"]), "cells"),  # type: ignore[list-item]
-    "repeats": (lambda: calibrate(repeats=0), "repeats"),
     "model": (lambda: set_cost_model("cpu", None), "model"),  # type: ignore[arg-type]
     "coefficients": (lambda: CostModel({"GRU chunk": (1.0,)}), "coefficients.*6 numbers"),
     "negative": (lambda: CostModel({"GRU sequential": (1.0, -1.0, 1.0, 1.0)}), "coefficients"),
     "matrices": (lambda: scan_plan(10**30), "matrices"),
-    "levels": (lambda: scan_plan(3, levels=True), "levels"),
-    "full levels": (lambda: full_levels(-1), "matrices"),
     "patterns": (lambda: JacobianScan(["eye"]), "patterns"),  # type: ignore[list-item]
     "shape": (lambda: jacobian_of(nn.ReLU(), (3, -1)), "input_shape"),
     "layer": (lambda: jacobian_of("ReLU", (3,)), "layer"),  # type: ignore[arg-type]
-    "share": (lambda: prune_class_blind(nn.Linear(2, 2), float("nan")), "share"),
     "indptr": (lambda: CsrPattern(2, 2, torch.arange(2), torch.arange(2)), "indptr"),
     "values": (lambda: JacobianScan([CsrPattern.full(2, 2)])(torch.ones(2, 1), [torch.ones(3, 1)]), r"values\[0\]"),
     "gradient": (lambda: JacobianScan([CsrPattern.full(2, 2)])(torch.ones(3, 1), [torch.ones(4, 1)]), "gradient"),

@@ -148,8 +148,6 @@ def test_it_is_a_sequential() -> None:
     assert torch.equal(again(torch.ones(1, 2, 16, 16).double()), nested(torch.ones(1, 2, 16, 16).double()))
     with torch.no_grad():
         assert not nested(torch.ones(1, 2, 16, 16).double()).requires_grad
-    with pytest.raises(ValueError, match=r"levels=-1\): give a whole number of 0 or more, or None"):
-        ScanSequential(levels=-1)
 
 
 def test_the_backward_pass_really_is_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,9 +159,7 @@ def test_buckets_fill_from_the_last_layer_and_the_first_k_apart():
         (lambda: LayerCost(math.nan, 0, 0, 0), "forward_ms=nan"),
         (lambda: Link(0), "bits_per_s=0: give more than 0"),
         (lambda: Link(1, -1), "latency_ms=-1"),
-        (lambda: Cluster(0, 1, Link(1)), "nodes=0: give 1"),
         (lambda: step(THREE, interference=1.0), "interference=1.0: give 0 or more, below 1"),
-        (lambda: step(THREE, partition_bytes=0), "partition_bytes=0: give 1 or more, or None"),
         (lambda: step(THREE, 4), "k=4: give 0"),
         (
             lambda: step(THREE, buckets=[Bucket((1, 2))]),

@@ -59,11 +59,3 @@ def test_fusion_frees_gradients_early():
         for planner in PLANNERS
     }
     assert peaks == {"baseline": 400, "backward_fusion": 100, "forward_fusion": 400}
-
-
-@pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize(("arguments", "message"), [((0, 1), "layers=0"), ((3, 0), "steps=0")])
-def test_planners_refuse_empty_steps(planner, arguments, message):
-    layers, steps = arguments
-    with pytest.raises(ValueError, match=f"{message}: give 1 or more"):
-        planner(layers, steps=steps)

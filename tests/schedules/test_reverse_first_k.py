@@ -118,18 +118,9 @@ def test_max_memory_below_the_plain_peak_is_refused():
         largest_k(5, 99, plain_peak_bytes=100, **SIZES)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"layers": 0, "k": 0}, "layers=0: give 1 or more"),
-        ({"layers": 3, "k": 0, "steps": 0}, "steps=0: give 1 or more"),
-        ({"layers": 3, "k": 4}, "k=4: give 0 .* to 3, the number of layers"),
-        ({"layers": 3, "k": -1}, "k=-1: give 0"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        reverse_first_k(**arguments)
+def test_a_k_of_more_than_all_layers_is_refused():
+    with pytest.raises(ValueError, match=r"k=4: give 0 .* to 3, the number of layers"):
+        reverse_first_k(3, 4)
 
 
 def test_round_trip():
@@ -221,16 +212,3 @@ def test_refuses_a_record_after_the_end():
     search = searched(3, lambda k: 3 - k)
     with pytest.raises(RuntimeError, match="has ended with k=2"):
         search.record(1.0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"layers": 0}, "layers=0: give 1 or more"),
-        ({"layers": 4, "largest": -1}, "largest=-1: give 0"),
-        ({"layers": 4, "budget": 0}, "budget=0: give 1 or more, or None"),
-    ],
-)
-def test_refuses_arguments_out_of_range(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        KSearch(**arguments)

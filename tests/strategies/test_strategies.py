@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import (
 )
 
 import retime
+from contract import rows
 from retime.callbacks import FuseOptimizer
 from retime.strategies import STRATEGIES, FusedOptimizerStrategy
 from support.trainers import IGNORED_WARNINGS, quiet_trainer
@@ -33,11 +34,13 @@ def test_names_are_registered_once_and_described() -> None:
     suffixes = {name: ("", "_spawn", "_fork") if starts else ("",) for name, _, starts, _, _ in STRATEGIES}
     assert sorted(registered) == sorted(name + suffix for name in suffixes for suffix in suffixes[name])
     assert all(StrategyRegistry[name]["description"] for name in registered)
+    assert all(name.startswith(strategy.strategy_name) for name, strategy, *_ in STRATEGIES)  # type: ignore[attr-defined]
     assert isinstance(trainer(strategy="fused_optimizer").strategy, FusedOptimizerStrategy)
 
 
-def test_the_pages_list_the_names_of_the_table() -> None:
+def test_pages_and_contract_have_the_names_of_the_table() -> None:
     names = {name for name, *_ in STRATEGIES}
+    assert names <= {row.name for row in rows.STRATEGIES}
     assert _names_in("docs/start.md", "## Strategies", 1) == names
     assert _names_in("README.md", "## What to take", 2) <= names
 

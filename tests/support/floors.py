@@ -1,15 +1,17 @@
-"""The picture of docs/architecture.md: folders and rooms, each above those that it imports from.
+"""The picture of docs/architecture.md, of rooms above those that they import from, and the table of CONTRIBUTING.md.
 
-python tests/support/floors.py            # writes it into the page anew
+python tests/support/floors.py            # writes both into their pages anew
 """
 
 import ast
 from collections.abc import Iterable
+from itertools import combinations_with_replacement
 from pathlib import Path
 
+from retime.foundations.compatibility import Mechanism, Owned, together
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- floors: begin -->", "<!-- floors: end -->"
+BEGIN, END = "<!-- drawn: begin -->\n\n", "\n\n<!-- drawn: end -->"
 FOLDERS = (
     ("commands",),
     ("recipes",),
@@ -87,12 +89,28 @@ def _wrapped(title: str, words: Iterable[str]) -> list[str]:
     return [*lines, line.rstrip()]
 
 
-def page_with_picture(page: str) -> str:
-    """Put the picture of today between the page's marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, behind = rest.partition(END)
-    return f"{before}{BEGIN}\n{picture()}\n{END}{behind}"
+def table() -> str:
+    """Write in Markdown what each mechanism owns, and each pair once."""
+    heads = " | ".join(one.value for one in Mechanism)
+    lines = [f"| | owns | {heads} |", "|---" * (len(Mechanism) + 2) + "|"]
+    pairs = {pair: together(*pair).value for pair in combinations_with_replacement(Mechanism, 2)}
+    for one in Mechanism:
+        owned = ", ".join(part.value for part in Owned if part in one.owns) or "nothing"
+        cells = [pairs.get((one, other), "") for other in Mechanism]
+        lines.append(f"| {one.value} | {owned} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+DRAWN = {"docs/architecture.md": picture, "CONTRIBUTING.md": table}
+
+
+def drawn(page: str) -> tuple[str, str]:
+    """Return a page as it is, and with today's drawing between its marks."""
+    text = (ROOT / page).read_text("utf-8")
+    before, _, rest = text.partition(BEGIN)
+    return text, f"{before}{BEGIN}{DRAWN[page]()}{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_with_picture(PAGE.read_text("utf-8")), "utf-8")
+    for page in DRAWN:
+        (ROOT / page).write_text(drawn(page)[1], "utf-8")

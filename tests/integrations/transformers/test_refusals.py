@@ -177,6 +177,8 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     one = trainer(tmp_path)
     with pytest.raises(ValueError, match="'8 bananas'"):
         MemoryBudget(one, "8 bananas")
+    with pytest.raises(ValueError, match="batchnorm='gost'"):
+        MemoryBudget(one, "1GiB", batchnorm="gost")
     with pytest.raises(ValueError, match="unknown fusion mode 'both'"):
         FusedOptimizer(one, "both")
     with pytest.raises(TypeError, match="trainer"):

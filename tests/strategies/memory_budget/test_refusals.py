@@ -59,25 +59,10 @@ def test_a_missing_host_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "pattern"),
-    [
-        ({"budget": "lots"}, ValueError, "cannot be read"),
-        ({"budget": "0"}, ValueError, "above 0"),
-        ({"budget": -5}, ValueError, "above 0"),
-        ({"budget": "900TiB"}, ValueError, "give at most that"),
-        ({"budget": "120%"}, ValueError, "at most 100%"),
-        ({"budget": 1.5}, TypeError, "give a whole number or a text"),
-        ({"budget": True}, TypeError, "give a whole number or a text"),
-        ({"budget": None}, TypeError, "give a whole number or a text"),
-        ({"batchnorm": "exact"}, ValueError, r"batchnorm='exact'\): give 'offload' or 'ghost'"),
-        ({"on_shape_change": "panic"}, ValueError, "give 'replan' or 'error'"),
-        ({"dry_run": "maybe"}, ValueError, "give 'auto' or 'off'"),
-        ({"host": "tape"}, ValueError, "use 'memory' or 'disk:FOLDER'"),
-        ({"host": "memory"}, ValueError, "frees nothing when the model trains on the CPU"),
-    ],
+    ("options", "pattern"), [({"budget": "900TiB"}, "give at most that"), ({"host": "memory"}, "frees nothing when")]
 )
-def test_arguments_are_checked(options: dict[str, Any], error: type[Exception], pattern: str) -> None:
-    with pytest.raises(error, match=pattern):
+def test_what_the_device_does_not_have(options: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
         fit(Net(), MemoryBudgetStrategy(**{"budget": SMALL} | options))
 
 

@@ -23,7 +23,6 @@ from retime.mechanisms.scan import (
 )
 from retime.mechanisms.scan.jacobians import sparse as product_module
 from retime.mechanisms.scan.jacobians.sparse import dense_values
-from retime.recipes.models import lenet5
 
 
 def by_autograd(layer: nn.Module, sample: Tensor) -> Tensor:
@@ -188,8 +187,6 @@ def test_what_is_unknown_says_why(layer: nn.Module, shape: tuple[int, ...], reas
 
 
 def test_pruning_refuses_nonsense() -> None:
-    with pytest.raises(ValueError, match=r"share=97\): give a number of 0 or more and below 1"):
-        prune_class_blind(lenet5(), 97)
     with pytest.raises(ValueError, match="ReLU has no convolution or linear layer"):
         prune_class_blind(nn.ReLU(), 0.5)
 
@@ -296,11 +293,6 @@ def test_depth_is_logarithmic_and_work_linear(matrices: int) -> None:
     assert len({(step.phase, step.level) for step in plan.steps}) <= 2 * matrices.bit_length()
     assert len(plan.steps) <= 2 * matrices
     assert not [step for step in plan.steps if step.phase == "down" and not step.is_vector], "section 3.2"
-
-
-def test_scan_plan_refuses_negative_numbers() -> None:
-    with pytest.raises(ValueError, match=r"levels=-1\): give a whole number of 0 or more"):
-        scan_plan(3, -1)
 
 
 def test_flops_by_hand() -> None:

@@ -16,7 +16,8 @@ from retime.foundations.parts import balanced_parts
 from retime.mechanisms.pipeline import Examples, PipelineError
 from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.losses import look_at_losses
-from retime.strategies.support.parts_log import LOGGED, LoggedCall, PipelineLog, _misfit
+from retime.strategies.support.parts_log import LOGGED, LoggedCall
+from retime.strategies.support.pipeline_log import PipelineLog, _misfit
 
 Logs = Callable[[Tensor, dict[str, Tensor]], dict[str, Any]]
 
