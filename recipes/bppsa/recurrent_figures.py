@@ -16,22 +16,8 @@ from torch import Tensor
 
 from retime.foundations.measure import speedup
 from retime.mechanisms.scan import Solver, parse_solver
-from retime.recipes.bppsa.recurrent import (
-    BASELINE,
-    MOVED,
-    OURS,
-    PHASES,
-    RAN,
-    TIMES,
-    LayerLoop,
-    Recurrent,
-    TrainingLoop,
-    label,
-    network,
-    ratio,
-    scans,
-    solver_taken,
-)
+from retime.recipes.bppsa import recurrent
+from retime.recipes.bppsa.recurrent import BASELINE, MOVED, OURS, PHASES, Recurrent, label, ratio, scans
 from retime.recipes.bppsa.settings import RecurrentSettings, claim, compared, of_epochs
 from retime.recipes.bppsa.training import Batch, batches
 from retime.recipes.core import charts
@@ -47,7 +33,7 @@ SMOOTHED = 20
 """A drawn curve is the mean of so large a part of it."""
 
 
-class Training(TrainingLoop):
+class Training(recurrent.TrainingLoop):
     """A variant in training, with what it has seen so far. Batches are made outside of the time measured."""
 
     def __init__(self, feed: Iterator[Batch], *loop: Any) -> None:
@@ -83,20 +69,20 @@ class Curves(Recurrent):
         data = build(self.data(settings, at))
         feeds = {name: batches(data, settings.batch_size, settings.seed, device) for name in settings.variants}
         first = next(batches(data, settings.batch_size, settings.seed, device))
-        start = network(settings, first[0], device)
+        start = recurrent.network(settings, first[0], device)
         loop = (start, settings.optimizer, device)
         for name in settings.variants:  # loops that are thrown away warm caches and kernels up
-            TrainingLoop(name, *loop).block(first, settings.warmup_rounds)
+            recurrent.TrainingLoop(name, *loop).block(first, settings.warmup_rounds)
         runs = {name: Training(feed, name, *loop) for name, feed in feeds.items()}
         blocks = {name: partial(run.slice, settings.steps) for name, run in runs.items()}
         times = interleave(blocks, settings.rounds, 0, tick)
         facts: dict[str, Any] = {"data": data.name, "steps": settings.rounds * settings.steps}
         if OURS in runs:
-            facts[RAN] = solver_taken(start.recurrent, first[0].transpose(0, 1))
+            facts[recurrent.RAN] = recurrent.solver_taken(start.recurrent, first[0].transpose(0, 1))
         for name, run in runs.items():
             facts[f"{name} seconds"] = thinned(run.seconds, last=True)
             facts[f"{name} losses"] = thinned(run.losses)
-        return Measured(phase_rows(times, TIMES), facts)
+        return Measured(phase_rows(times, recurrent.TIMES), facts)
 
     def compare(self, result: Result) -> list[Comparison]:
         return [
@@ -292,10 +278,10 @@ def overhead(settings: RecurrentSettings, inputs: Tensor) -> list[Row]:
 
     The paper has all of it in the forward pass; ours records less there, and does the rest before the scan.
     """
-    layer, (batch_size, length) = network(settings, inputs, inputs.device).recurrent, inputs.shape[:2]
+    layer, (batch_size, length) = recurrent.network(settings, inputs, inputs.device).recurrent, inputs.shape[:2]
     clocks = {name: PhaseClock(inputs.device) for name in (PLAIN_ALONE, ALONE)}
     ways: dict[str, str | Solver] = {PLAIN_ALONE: BASELINE, ALONE: Marks(clocks[ALONE])}
-    loops = {name: LayerLoop(ways[name], layer, length, batch_size, clock) for name, clock in clocks.items()}
+    loops = {name: recurrent.LayerLoop(ways[name], layer, length, batch_size, clock) for name, clock in clocks.items()}
     blocks = {name: partial(loop.block, settings.steps) for name, loop in loops.items()}
     times = interleave(blocks, settings.rounds, settings.warmup_rounds)
     plain = [block[0] for block in times[PLAIN_ALONE]]

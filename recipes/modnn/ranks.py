@@ -17,20 +17,10 @@ from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
+from retime.recipes.modnn import side_by_side as runs
 from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ON_HOST, ONCE, ONE, PLANNED, WHOLE, Rank
 from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim, target
-from retime.recipes.modnn.side_by_side import (
-    BUDGET,
-    DIFFERENCE,
-    MEASURED,
-    MIB,
-    PREDICTED,
-    STEP,
-    away_ppm,
-    failure,
-    network_for,
-    prediction_error,
-)
+from retime.recipes.modnn.side_by_side import BUDGET, DIFFERENCE, MEASURED, MIB, PREDICTED, STEP
 from retime.schedules.budget import OffloadPlan
 
 REDUCED = "reduced a step"
@@ -60,13 +50,13 @@ class Ranks(NetworkRecipe):
 
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = settings.cases[at["network"]]
-        with network_for(settings, {**case, "batch_size": case["batch_size"] // settings.devices}) as share:
+        with runs.network_for(settings, {**case, "batch_size": case["batch_size"] // settings.devices}) as share:
             of_share = share.plan()
         budget = int(at["budget"] / 100 * of_share["ideal_bytes"])
         workers: dict[str, Worker] = {}
         of: dict[str, list[Worker]] = {}
         facts: dict[str, Any] = {"batch size": case["batch_size"], "ranks": settings.devices, "plans": {}}
-        with network_for(settings, case) as network, closing(workers):
+        with runs.network_for(settings, case) as network, closing(workers):
             plain = {ONE: network.plan(), WHOLE: of_share, NAIVE: of_share}
             predicted = {way: plan["plain_peak_bytes"] for way, plan in plain.items()}
             given = {way: {"reserved_bytes": plan["plain_reserved_bytes"]} for way, plan in plain.items()}
@@ -82,7 +72,7 @@ class Ranks(NetworkRecipe):
                 try:
                     ready = _together(of[way], [{**request, "rank": rank} for rank in range(count)])
                 except WorkerError as error:
-                    if failure(error) != REFUSED:
+                    if runs.failure(error) != REFUSED:
                         raise
                     return Measured([], {**facts, REFUSED: str(error)})
                 facts["cores"], facts["plans"][way] = ready[0]["cores"], ready[0]["plan"]
@@ -194,7 +184,7 @@ def _peaks(point: Point, where: str) -> list[Comparison]:
     peak, budget, predicted = (
         amount(point.values(ONCE, quantity)[0], "MiB") for quantity in (MEASURED, BUDGET, PREDICTED)
     )
-    share, error = spread([_of_budget(point, MEASURED)]), spread([abs(prediction_error(point, ONCE))])
+    share, error = spread([_of_budget(point, MEASURED)]), spread([abs(runs.prediction_error(point, ONCE))])
     where = f"{where}, {ONCE}: {peak}"
     return [
         Comparison(target("within-budget"), share, f"{where} in {budget}"),
@@ -233,5 +223,5 @@ def _ends(of: dict[str, list[Worker]], folder: Path) -> list[Row]:
         if way != ONE:
             if way in (WHOLE, ONCE, EACH):
                 rows.append(Row(way, REDUCED, "MiB", [answers[0]["reduced_bytes"] / MIB]))
-            rows.append(Row(way, DIFFERENCE, "ppm", [away_ppm(place, folder / f"{ONE}.pt")]))
+            rows.append(Row(way, DIFFERENCE, "ppm", [runs.away_ppm(place, folder / f"{ONE}.pt")]))
     return rows

@@ -30,17 +30,9 @@ from retime.recipes.modnn.networks import (
     weight_gradients_pass,
 )
 from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim
+from retime.schedules import modnn
 from retime.schedules.budget import Algorithm, BudgetError, GraphTask, TaskGraph
-from retime.schedules.modnn import (
-    BatchPlan,
-    Techniques,
-    all_blocks_bytes,
-    ideal_peak_bytes,
-    lower_bound,
-    offload_schedule,
-    plan_batch,
-    plan_vdnn,
-)
+from retime.schedules.modnn import BatchPlan, Techniques, lower_bound, offload_schedule, plan_batch
 
 _BYTES = 4  # of a number
 _PRODUCTS = ("mm", "addmm", "bmm", "linear")
@@ -122,9 +114,13 @@ ALL_THERE_IS = 1 << 62
 """Bytes of a device that is large enough."""
 BATCH, SLOWER, MOVED, MEMORY = "batch", "time over ideal", "moved", "memory of the ideal"
 IDEAL, MODNN, PAPERS_RULES = "ideal", "moDNN", "moDNN, the paper's rules alone"
+FASTEST = "moDNN, the paper's rules with the fastest algorithms"
 VDNN_ALL, VDNN_CONV = "vDNN, all layers", "vDNN, convolutions"
 VDNN_LEAST = "vDNN, all layers, no workspaces"
 VDNN_PLUS_ALL, VDNN_PLUS_CONV = "vDNN+, all layers", "vDNN+, convolutions"
+_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0)
+"""Budgets of whole batches, over the least that they can have."""
+BY_GAIN = f"Eq. 10 over always the fastest algorithm, whole batch in {', '.join(map(str, _ROOM))} times the least"
 SUB_BATCHES, OFFLOADING, ALGORITHMS = "sub-batches alone", "offloading alone", "algorithms alone"
 TOGETHER, VDNN_AT_LEAST = "all techniques (Eq. 7)", "vDNN at least (Eq. 6, whole batch)"
 _PANELS_A_ROW = 3
@@ -158,7 +154,7 @@ class SimulatedK40(NetworkRecipe):
         rows = [Row(IDEAL, BATCH, "ms", [round(ideal_ms, 3)])]
         facts: dict[str, Any] = {
             "batch size": batch,
-            "ideal memory GB": round(ideal_peak_bytes(graph, batch) / GB, 2),
+            "ideal memory GB": round(modnn.ideal_peak_bytes(graph, batch) / GB, 2),
             "sub-batches of": {},
             "does not fit": {},
         }
@@ -204,6 +200,7 @@ def ideal_time_ms(graph: TaskGraph, batch: int, bandwidth: float) -> float:
 _OURS: dict[str, Callable[..., BatchPlan]] = {MODNN: plan_batch, PAPERS_RULES: partial(plan_batch, search=False)}
 """The paper's rules (Eq. 8, Algorithm 1 with Eq. 9 and 10) with a search over sub-batch sizes by simulated time, and
 without."""
+_ALWAYS_FASTEST = replace(Techniques.paper(), algorithms="fastest")
 
 
 class OneBudget(SimulatedK40):
@@ -211,9 +208,9 @@ class OneBudget(SimulatedK40):
 
     _ways: ClassVar[dict[str, Callable[..., BatchPlan]]] = {
         **_OURS,
-        VDNN_ALL: plan_vdnn,
-        VDNN_CONV: partial(plan_vdnn, layers="conv"),
-        VDNN_LEAST: partial(plan_vdnn, algorithms="baseline"),
+        VDNN_ALL: modnn.plan_vdnn,
+        VDNN_CONV: partial(modnn.plan_vdnn, layers="conv"),
+        VDNN_LEAST: partial(modnn.plan_vdnn, algorithms="baseline"),
     }
 
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
@@ -274,15 +271,16 @@ class ManyBudgets(SimulatedK40):
     axes = ("budgets",)
     _ways: ClassVar[dict[str, Callable[..., BatchPlan]]] = {
         **_OURS,
-        VDNN_PLUS_ALL: partial(plan_vdnn, sub_batching=True),
-        VDNN_PLUS_CONV: partial(plan_vdnn, layers="conv", sub_batching=True),
+        VDNN_PLUS_ALL: partial(modnn.plan_vdnn, sub_batching=True),
+        VDNN_PLUS_CONV: partial(modnn.plan_vdnn, layers="conv", sub_batching=True),
     }
 
     def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
         return [{"network": name, "budget_gb": float(gb)} for name in settings.cases for gb in settings.budgets]
 
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
-        measured = self.plans(settings, at["network"], int(at["budget_gb"] * GB), dict(self._ways))
+        fastest = partial(plan_batch, search=False, techniques=_ALWAYS_FASTEST)
+        measured = self.plans(settings, at["network"], int(at["budget_gb"] * GB), {**self._ways, FASTEST: fastest})
         measured.facts["lower bound GB"] = round(lower_bound(self.graph(settings, at["network"])).bytes / GB, 3)
         return measured
 
@@ -330,7 +328,7 @@ class Alone(SimulatedK40):
         graph, batch = self.graph(settings, at["network"]), settings.cases[at["network"]]["batch_size"]
         bandwidth = settings.transfer_bytes_per_s / 1e3
         counted = weight_gradients_pass(graph)  # as in Figure 9
-        ideal_bytes, ideal_ms = all_blocks_bytes(counted, batch), ideal_time_ms(graph, batch, bandwidth)
+        ideal_bytes, ideal_ms = modnn.all_blocks_bytes(counted, batch), ideal_time_ms(graph, batch, bandwidth)
         least_workspace = TaskGraph(
             counted.blocks, tuple(replace(task, algorithms=task.algorithms[:1]) for task in counted.tasks)
         )
@@ -342,20 +340,16 @@ class Alone(SimulatedK40):
         needed = lower_bound(graph, batch).bytes
         if needed > budget:
             facts["offloading alone"] = f"needs {needed / GB:.1f} GB, so it was given that"
-        away = plan_batch(
-            graph,
-            batch,
-            max(budget, needed),
-            bandwidth,
-            sub_batching=False,
-            techniques=Techniques.paper(),
-            search=False,
-        )
+        whole = partial(plan_batch, graph, batch, bandwidth_bytes_per_ms=bandwidth, sub_batching=False, search=False)
+        away = whole(max(budget, needed))
+        budgets = [int(room * needed) for room in _ROOM]
+        gains = [whole(room, techniques=_ALWAYS_FASTEST).batch_ms / whole(room).batch_ms for room in budgets]
+        facts[BY_GAIN] = [round(gain, 4) for gain in gains]
         least = offload_schedule(graph, batch, ALL_THERE_IS, bandwidth, baseline)
         results = {
-            SUB_BATCHES: (all_blocks_bytes(counted, 1), (batch - 1) * one.finish_ms + last.finish_ms),
+            SUB_BATCHES: (modnn.all_blocks_bytes(counted, 1), (batch - 1) * one.finish_ms + last.finish_ms),
             OFFLOADING: (needed, away.batch_ms),
-            ALGORITHMS: (all_blocks_bytes(least_workspace, batch), least.finish_ms),
+            ALGORITHMS: (modnn.all_blocks_bytes(least_workspace, batch), least.finish_ms),
         }
         rows = [Row(IDEAL, BATCH, "ms", [round(ideal_ms, 3)])]
         for name, (nbytes, batch_ms) in results.items():
@@ -385,6 +379,11 @@ class Alone(SimulatedK40):
             line(claim("figure-14-offloading"), OFFLOADING, SLOWER, lambda ratio: 100 * (ratio - 1)),
             line(claim("figure-14-algorithms"), ALGORITHMS, SLOWER, lambda ratio: ratio),
             *([Comparison(claim("ten-times-vdnn"), spread([fmean(less)]), note)] if less else []),
+            *(
+                Comparison(claim("equation-10-whole"), spread([end(p.facts[BY_GAIN])]), f"simulated, {p.at['network']}")
+                for p in result.points
+                for end in (min, max)
+            ),
         ]
 
     def notes(self, result: Result) -> list[str]:

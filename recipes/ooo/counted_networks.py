@@ -27,27 +27,10 @@ from functools import partial
 
 from torch import nn
 
+from retime import schedules
 from retime.recipes.models import densenet, mobilenet_v3, resnet
 from retime.recipes.ooo.model_costs import BYTES, OUTPUT_GRADIENT_TRAFFIC, V100, Gpu, Operations, count, kernel_ms
-from retime.schedules import (
-    Buffer,
-    Device,
-    Kernel,
-    Kind,
-    Profile,
-    Region,
-    Task,
-    Timeline,
-    TwoStreamSchedule,
-    TwoStreamTimeline,
-    backward_and_forward_regions,
-    joint_schedule,
-    joint_schedule_within,
-    one_stream,
-    profile_regions,
-    simulate_two_streams,
-    two_stream_buffers,
-)
+from retime.schedules import Device, Kernel, Kind, Task, TwoStreamSchedule, TwoStreamTimeline, simulate_two_streams
 
 CAPACITY = 1520
 """Thread blocks that a V100 runs at once, where section 2 counts them."""
@@ -105,14 +88,17 @@ class CountedNetwork:
     Args:
         layers: in forward order.
         batch_size: B.
-        gpu: whose roofline times the kernels.
-        capacity: thread blocks that it runs at once.
+        gpu: whose roofline times the kernels, and whose multiprocessors run thread blocks.
     """
 
     layers: tuple[CountedLayer, ...]
     batch_size: int
     gpu: Gpu = V100
-    capacity: int = CAPACITY
+
+    @property
+    def capacity(self) -> int:
+        """Thread blocks that the GPU runs at once: as many a multiprocessor as a V100."""
+        return CAPACITY * self.gpu.multiprocessors // V100.multiprocessors
 
     @property
     def blocks(self) -> list[list[int]]:
@@ -132,9 +118,9 @@ class CountedNetwork:
         return blocks
 
     @property
-    def regions(self) -> tuple[Region, ...]:
+    def regions(self) -> tuple[schedules.Region, ...]:
         """A region a block and pass, as the paper cuts DenseNet-121 into eight."""
-        return backward_and_forward_regions(self.blocks)
+        return schedules.backward_and_forward_regions(self.blocks)
 
     def kernels(self, task: Task) -> list[Kernel]:
         """The kernels of one F, O, W or U."""
@@ -158,7 +144,7 @@ class CountedNetwork:
             case _:
                 return [self._kernel(layer.parameters, 0, _UPDATE_TRAFFIC * layer.parameters)]
 
-    def buffers(self) -> list[Buffer]:
+    def buffers(self) -> list[schedules.Buffer]:
         """Memory of a backward and the next forward pass; parameters and optimizer state are left out.
 
         ``W_i`` reads the convolution's input, kept once as normalisation and activation work in place; what the layer
@@ -167,7 +153,7 @@ class CountedNetwork:
         size = self.batch_size * BYTES
         numbered = list(enumerate(self.layers, 1))
         kept = {i: round(layer.input_numbers * size) if layer.before else 0 for i, layer in numbered}
-        return two_stream_buffers(
+        return schedules.two_stream_buffers(
             [task for region in self.regions for task in region.tasks]
             + [Task(Kind.W, i) for i, _ in numbered[1:]]
             + [Task(Kind.U, i) for i, _ in numbered[1:]],
@@ -196,7 +182,7 @@ def counted_network(name: str, batch_size: int, *, image_size: int = 224, gpu: G
         name: such as ``"DenseNet-121 (k=32)"``.
         batch_size: B.
         image_size: H and W, at least 32.
-        gpu: its peaks and which share of them is reached.
+        gpu: that runs it.
 
     Raises:
         ValueError: unknown name.
@@ -221,7 +207,7 @@ def placed_as_figure_8(network: CountedNetwork) -> TwoStreamSchedule:
 
 
 def simulated_plans(
-    network: CountedNetwork, names: Iterable[str], profile: Profile | None = None
+    network: CountedNetwork, names: Iterable[str], profile: schedules.Profile | None = None
 ) -> dict[str, TwoStreamTimeline]:
     """Simulate one stream and further plans, with issue compiled away.
 
@@ -231,18 +217,18 @@ def simulated_plans(
         profile: of its regions; counted unless given.
     """
     regions, buffers = network.regions, network.buffers()
-    profile = profile or profile_regions(regions, network.kernels, network.device())
+    profile = profile or schedules.profile_regions(regions, network.kernels, network.device())
     timelines: dict[str, TwoStreamTimeline] = {}
     for name in (ONE, *names):
         if name == ONE:
-            plan = one_stream(regions)
+            plan = schedules.one_stream(regions)
         elif name == READY:
-            plan = joint_schedule(regions, profile, prescheduled=len(regions))
+            plan = schedules.joint_schedule(regions, profile, prescheduled=len(regions))
         elif name == PAPERS:
             plan = placed_as_figure_8(network)
         else:
             max_bytes = int(MEMORY_SHARE * timelines[ONE].timeline.peak_bytes)
-            plan = joint_schedule_within(max_bytes, regions, profile, buffers)
+            plan = schedules.joint_schedule_within(max_bytes, regions, profile, buffers)
         timelines[name] = simulate_two_streams(plan, network.kernels, network.device(), buffers=buffers)
     return timelines
 
@@ -282,7 +268,7 @@ def issue_waits_ms(network: CountedNetwork, issue_ms: float = ISSUE_MS) -> list[
     return [issued - compiled for issued, compiled in zip(*waits_ms, strict=True)]
 
 
-def memory_by_layer(timeline: Timeline) -> dict[int, int]:
+def memory_by_layer(timeline: schedules.Timeline) -> dict[int, int]:
     """Figure 9: the bytes alive when the output gradient of each layer ends, by layer, the last one first."""
     ends = [(end_ms, task.layer) for task, end_ms in timeline.end_ms.items() if task.kind is Kind.O]
     moments = [moment_ms for moment_ms, _ in timeline.memory]

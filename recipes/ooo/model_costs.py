@@ -45,12 +45,14 @@ class Gpu:
         operations_per_s: peak in single precision.
         memory_bytes_per_s: peak of the device memory.
         efficiency: share of both peaks that is reached.
+        multiprocessors: how many it has; by default a V100's.
     """
 
     name: str
     operations_per_s: float
     memory_bytes_per_s: float
     efficiency: float = 1.0
+    multiprocessors: int = 80
 
 
 def count(build: Callable[[], nn.Module], image_size: int = 224) -> list[Operations]:
@@ -137,9 +139,9 @@ def kernel_ms(gpu: Gpu, macs: float, numbers: float) -> float:
 
 
 # Peaks in single precision and of the memory, from NVIDIA's data sheets.
-TITAN_XP = Gpu("Titan XP", 12.15e12, 547.7e9)
-P100 = Gpu("P100", 9.3e12, 732e9)  # the PCIe model, which the paper has
-P100_SXM2 = Gpu("P100 SXM2", 10.6e12, 732e9)
+TITAN_XP = Gpu("Titan XP", 12.15e12, 547.7e9, multiprocessors=30)
+P100 = Gpu("P100", 9.3e12, 732e9, multiprocessors=56)  # the PCIe model, which the paper has
+P100_SXM2 = Gpu("P100 SXM2", 10.6e12, 732e9, multiprocessors=56)
 V100 = Gpu("V100", 15.7e12, 900e9)
 
 # Two of a V100's NVLinks, 25 GB/s each, in one direction of a ring over the four GPUs of a p3.8xlarge.

@@ -20,7 +20,8 @@ from retime.recipes.ooo.settings import PaperPipelineSettings
 from retime.schedules.pipeline import block, modulo
 
 STATE_FIRST = "cross-layer model parallel, state first"
-"""Cross-layer model parallelism whose GPUs run what does not depend on the state only where nothing else is ready."""
+GPIPE_STATE_FIRST = "GPipe, state first"
+"""The same two with GPUs that run what does not depend on the state only where nothing else is ready."""
 
 
 class Job(NamedTuple):
@@ -35,6 +36,7 @@ _URGENCIES: dict[str, Callable[[Job], int]] = {
     MODEL_PARALLEL: lambda job: 0,
     GPIPE: lambda job: 0,
     STATE_FIRST: lambda job: job.kind in "IV",
+    GPIPE_STATE_FIRST: lambda job: job.kind in "IV",
     PAPERS1: lambda job: "FOIWV".index(job.kind),
     PAPERS2: lambda job: "FOIWV".index(job.kind),
 }
@@ -68,10 +70,8 @@ class Cells:
             ValueError: there is no schedule of that name.
         """
         if name not in (ONE, *_URGENCIES):
-            raise ValueError(
-                f"schedules: {name!r} is unknown here; there are {STATE_FIRST}, {GPIPE}, {PAPERS1} and {PAPERS2}"
-            )
-        batches = self.micro_batches if name == GPIPE else 1
+            raise ValueError(f"schedules: {name!r} is unknown here; there are {GPIPE}, {PAPERS1} and {PAPERS2}")
+        batches = self.micro_batches if name in (GPIPE, GPIPE_STATE_FIRST) else 1
         jobs = self.jobs(batches, split=name in (PAPERS1, PAPERS2))
         share = self.fixed + (1 - self.fixed) / batches
         units = {job: self.weight(job) * share for job in jobs}
@@ -113,7 +113,8 @@ class RecurrentPipeline(PipelineScaling):
 
     def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = pipeline_scaling.case_of(settings, at["case"], Cells)
-        took = {name: case.units(name) for name in (ONE, MODEL_PARALLEL, STATE_FIRST, *settings.schedules)}
+        always = (ONE, MODEL_PARALLEL, STATE_FIRST, GPIPE_STATE_FIRST)
+        took = {name: case.units(name) for name in dict.fromkeys((*always, *settings.schedules))}
         rows = pipeline_scaling.rows_of(took)
         return Measured(rows, {"cells": case.cells, "GPUs": case.ranks, "GPipe's micro-batches": case.micro_batches})
 
@@ -121,9 +122,9 @@ class RecurrentPipeline(PipelineScaling):
         return [
             "Units: F, O and W of a cell take one each for the whole batch, its part that does not depend on the state "
             "as long, and so its weight gradient: the paper does not say how long. Cross-layer model parallelism and "
-            "GPipe run what is ready in the order in which it became ready, O and W as one; the "
-            "second row runs I and V only where nothing else is ready. OOO-Pipe runs F and O first. Only GPipe has "
-            "micro-batches, as in the paper.",
+            "GPipe run what is ready in the order in which it became ready, O and W as one; with the state first they "
+            "run I and V only where nothing else is ready. OOO-Pipe runs F and O first. Only GPipe has micro-batches, "
+            "as in the paper.",
             "A task of a micro-batch takes its share of the samples' time and, where a part of it is fixed, all of "
             "that: small kernels do not fill a GPU, which is the second of the two reasons that the paper gives.",
         ]

@@ -18,21 +18,11 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, paper, show
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, percent_more, ratio, titled
+from retime.recipes.ooo import cluster as on_ranks
 from retime.recipes.ooo.claims import claim, target
-from retime.recipes.ooo.cluster import (
-    IDLE,
-    MIB,
-    PEAK,
-    OnRanks,
-    best_of_ours,
-    bound_fraction,
-    bound_ms,
-    bound_notes,
-    busy_ceiling,
-    strongest_peer,
-)
+from retime.recipes.ooo.cluster import IDLE, MIB, PEAK, OnRanks, best_of_ours, bound_ms, bound_notes
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
-from retime.recipes.ooo.variants import BOUNDS, label
+from retime.recipes.ooo.variants import BOUNDS, label, variant
 
 REAL, EMULATED = "real", "emulated"
 
@@ -77,9 +67,10 @@ class Hosts(OnRanks):
     def compare(self, result: Result) -> list[Comparison]:
         ratios = []
         for point in result.points:
-            if point.at["compute"] == REAL and point.has("priority", "step"):
-                over = ratio(point, "priority", best_of_ours(point) or "")
-                ratios.append((over, f"{point.at['hosts']} hosts, over a peer that sends by priority"))
+            for name in point.variants("step") if point.at["compute"] == REAL else []:
+                if name not in BOUNDS and variant(name).priority:
+                    over = ratio(point, name, best_of_ours(point) or "")
+                    ratios.append((over, f"{point.at['hosts']} hosts, over a peer: {label(name)}"))
         lines = ratios or [(None, "no peer here sends by priority, as BytePS does")]
         return [Comparison(claim(f"hosts-{part}"), over, note) for part in "abc" for over, note in lines]
 
@@ -87,7 +78,8 @@ class Hosts(OnRanks):
         lines = []
         for point in sorted(result.points, key=_order):
             lines += bound_notes(point, f"{point.at['compute']} computation")
-            ours, peers = best_of_ours(point), ("ddp", "ddp_layer_buckets", "ddp_tuned_buckets", "priority", "ooo_k0")
+            ours = best_of_ours(point)
+            peers = [name for name in point.variants("step") if name not in (*BOUNDS, ours)]
             over = {label(name): ratio(point, name, ours) for name in peers if ours}
             gains = [f"{show(gain, 'x')} over {name}" for name, gain in over.items() if gain]
             if gains:
@@ -251,7 +243,7 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
         for case, least in paper("ooo").targets["speed"].items():
             if case in points:
                 ours = best_of_ours(points[case])
-                ceiling = busy_ceiling(points[case])
+                ceiling = on_ranks.busy_ceiling(points[case])
                 allows = f"the processor alone allows {ceiling.median:.2f} x" if ceiling else ""
                 note = "; ".join(filter(None, (_peer_note(points[case], ours), allows)))
                 wanted = Target(f"{case}: out of order over Lightning's ddp", "x", least)
@@ -293,7 +285,7 @@ def _draw_speeds(axes: Any, points: list[Point]) -> None:
     for place, point in enumerate(points):
         if (least := paper("ooo").targets["speed"].get(point.at["case"])) is not None:
             axes.hlines(least, place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
-        if ceiling := busy_ceiling(point):
+        if ceiling := on_ranks.busy_ceiling(point):
             axes.hlines(ceiling.median, place - 0.4, place + 0.4, color="black", linewidth=1, linestyle=":")
     axes.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
     axes.plot([], [], color="black", linewidth=1, linestyle=":", label="ceiling: ddp's step without its idle time")
@@ -325,10 +317,10 @@ def _draw_parts(axes: Any, points: list[Point]) -> None:
 def _mlp(point: Point) -> list[Comparison]:
     """The rows of the table that the first case answers besides its speed."""
     ours = best_of_ours(point)
-    plain, lines = bound_fraction(point, "ddp"), []
+    plain, lines = on_ranks.bound_fraction(point, "ddp"), []
     if ours:
         note = f"ddp {plain.median:.2f}" if plain else ""
-        lines.append(Comparison(target("bound"), bound_fraction(point, ours), note))
+        lines.append(Comparison(target("bound"), on_ranks.bound_fraction(point, ours), note))
     best = best_fixed(point)
     if best and point.has("ooo_tuned", "step"):
         among = ", ".join(str(k) for k in fixed(point))
@@ -361,7 +353,7 @@ def _all_identical(point: Point) -> bool:
 
 
 def _peer_note(point: Point, ours: str | None) -> str:
-    peer = strongest_peer(point)
+    peer = on_ranks.strongest_peer(point)
     speedup = ratio(point, peer, ours) if ours else None
     if speedup is None or peer == "ddp" or peer is None:
         return ""

@@ -55,6 +55,7 @@ class SimulatedSettings(Settings):
     calibration: str = ""  # result.json of measured runs
     # Figures 1, 2, 7, 8 and 9: `networks` are names of counted networks
     batch_sizes: list[int] = field(default_factory=list)
+    gpus: list[str] = field(default_factory=list)  # of Figure 7
     issue_ms: float = 0.06  # of a kernel: four times the shortest execution that section 2 names
 
 

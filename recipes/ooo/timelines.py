@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from retime import schedules
 from retime.foundations.measure import spread
 from retime.recipes.core.claims import Claim, Comparison
 from retime.recipes.core.recipe import Measured, Recipe, SimulatedRecipe, Tick
@@ -17,18 +18,7 @@ from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.ooo import claims
 from retime.recipes.ooo.claims import pipelines
 from retime.recipes.ooo.settings import PaperPipelineSettings, SimulatedSettings
-from retime.schedules import (
-    Schedule,
-    Span,
-    Timeline,
-    backward_to_forward,
-    communicate_last,
-    pipeline,
-    reverse_first_k,
-    simulate,
-    write_chrome_trace,
-    write_png,
-)
+from retime.schedules import Schedule, Timeline, pipeline, simulate
 
 CONVENTIONAL, PRIORITISED, REVERSED = "(a) conventional", "(b) prioritised communication", "(c) reverse first-k"
 _GPU, _NETWORK = "GPU", "network"
@@ -95,20 +85,20 @@ def draw_timelines(result: Result, path: Path, variants: Sequence[str], title: s
     """
     point = result.points[0]
     spans = [
-        Span(name, f"{variant[:3]} {lane}", start, length, kind)
+        schedules.Span(name, f"{variant[:3]} {lane}", start, length, kind)
         for variant in variants
         for name, lane, start, length, kind in point.facts[timeline_fact(variant)]
     ]
     units = ", ".join(f"{variant}: {point.values(variant, 'step')[0]:g}" for variant in variants)
-    write_png(path, spans, title=title + units, time_unit="units")
-    write_chrome_trace(path.with_name("trace.json"), spans, process_name=f"{result.paper}, {result.where}")
+    schedules.write_png(path, spans, title=title + units, time_unit="units")
+    schedules.write_chrome_trace(path.with_name("trace.json"), spans, process_name=f"{result.paper}, {result.where}")
 
 
 def timeline(settings: SimulatedSettings, k: int, last: Collection[int] = ()) -> Timeline:
     """One backward pass and the next forward pass; the layer after the last one is the loss, without parameters."""
     loss = settings.layers + 1
-    schedule = communicate_last(reverse_first_k(loss, k, steps=2, without_weights={loss}), last)
-    return simulate(backward_to_forward(schedule), settings.units, {"S": _NETWORK})
+    schedule = schedules.communicate_last(schedules.reverse_first_k(loss, k, steps=2, without_weights={loss}), last)
+    return simulate(schedules.backward_to_forward(schedule), settings.units, {"S": _NETWORK})
 
 
 def boxes(run: Timeline) -> list[tuple[str, str, float, float, str]]:

@@ -14,49 +14,17 @@ from retime.foundations.measure import spread
 from retime.foundations.workers import Worker, WorkerError
 from retime.recipes.core.results import load
 from retime.recipes.core.schema import Hardware
+from retime.recipes.modnn import side_by_side as runs
+from retime.recipes.modnn import simulated
 from retime.recipes.modnn.budget_worker import Server
 from retime.recipes.modnn.budgets import Budgets
 from retime.recipes.modnn.floor import EQ_7, EQ_7_GRADIENTS, FLOOR, IDEAL, MEMORY, NO_WEIGHTS, PEAK, Floors
 from retime.recipes.modnn.networks import Network as DryNetwork
 from retime.recipes.modnn.networks import in_place, network_of, operation_of, separate_gradients, weight_gradients_pass
 from retime.recipes.modnn.settings import MemorySettings, claim
-from retime.recipes.modnn.side_by_side import (
-    BUDGET,
-    BY_HAND,
-    DIFFERENCE,
-    GIVING_BACK,
-    IN_SUB_BATCHES,
-    MEASURED,
-    OTHER_ALLOCATOR,
-    POOLED,
-    PREDICTED,
-    STEP,
-    UNLIMITED,
-    VDNN_PLUS,
-    Network,
-    best_peer,
-    budgets_of,
-    fastest_plain,
-    side_by_side,
-)
+from retime.recipes.modnn.side_by_side import BUDGET, DIFFERENCE, GIVING_BACK, MEASURED, POOLED, PREDICTED, UNLIMITED
 from retime.recipes.modnn.side_by_side import MOVED as MOVED_A_STEP
-from retime.recipes.modnn.simulated import (
-    ALGORITHMS,
-    BATCH,
-    MODNN,
-    MOVED,
-    OFFLOADING,
-    PAPERS_RULES,
-    SLOWER,
-    SUB_BATCHES,
-    TOGETHER,
-    VDNN_ALL,
-    VDNN_AT_LEAST,
-    VDNN_CONV,
-    VDNN_LEAST,
-    Alone,
-    k40_graph,
-)
+from retime.recipes.modnn.simulated import BATCH, FASTEST, MODNN, MOVED, PAPERS_RULES, SLOWER, VDNN_ALL
 from retime.recipes.modnn.simulated import IDEAL as IDEAL_TIME
 from retime.recipes.modnn.simulated import MEMORY as SHARE
 from retime.schedules.modnn import all_blocks_bytes, lower_bound, lower_bound_offloading_weights
@@ -135,10 +103,10 @@ def test_figures_10_and_11(run: Command) -> None:
             assert point.values(name, SLOWER)[0] >= 1
         assert point.values(MODNN, BATCH)[0] <= 1.005 * point.values(PAPERS_RULES, BATCH)[0]
     small, large = result.points
-    vdnn = {VDNN_ALL, VDNN_CONV, VDNN_LEAST}
+    vdnn = {VDNN_ALL, simulated.VDNN_CONV, simulated.VDNN_LEAST}
     assert vdnn < set(small.variants(BATCH))
     assert small.facts["does not fit"] == {}
-    assert small.values(VDNN_CONV, MOVED)[0] < small.values(VDNN_ALL, MOVED)[0]
+    assert small.values(simulated.VDNN_CONV, MOVED)[0] < small.values(VDNN_ALL, MOVED)[0]
     assert set(large.facts["does not fit"]) == vdnn, "whole batches are too large for the budget"
     assert not vdnn & set(large.variants(BATCH))
 
@@ -149,28 +117,31 @@ def test_figure_12(run: Command) -> None:
     roomy, tight, _ = result.points
     assert roomy.values(MODNN, SLOWER)[0] <= tight.values(MODNN, SLOWER)[0]
     impossible = result.points[2].facts["does not fit"]
-    assert len(impossible) == 4, "below the floor nothing fits"
+    assert len(impossible) == 5, "below the floor nothing fits"
+    assert tight.values(FASTEST, BATCH) == tight.values(PAPERS_RULES, BATCH), "workspaces fit beside a sub-batch"
 
 
 def test_figures_13_and_14(run: Command) -> None:
     path = run("experiment=modnn_fig13_simulated", "~cases", few(32), "budget_gb=0.5")
     assert "keeps the batch whole, in 0.5 GB" in path.with_name("result.md").read_text()
     (point,) = load(path).points
-    memory = {name: point.values(name, SHARE)[0] for name in (SUB_BATCHES, OFFLOADING, ALGORITHMS)}
-    assert memory[SUB_BATCHES] < memory[OFFLOADING] < 100
-    assert memory[ALGORITHMS] < 100
-    assert 1 < point.values(ALGORITHMS, SLOWER)[0] <= 2.7
-    together, vdnn = (point.values(name, SHARE)[0] for name in (TOGETHER, VDNN_AT_LEAST))
-    assert together < memory[SUB_BATCHES]
-    assert together < vdnn <= memory[OFFLOADING]
-    (line,) = [line for line in Alone().compare(load(path)) if line.against == claim("ten-times-vdnn")]
-    assert line.measured == spread([vdnn / together])
+    alone = (simulated.SUB_BATCHES, simulated.OFFLOADING, simulated.ALGORITHMS)
+    sub_batches, offloading, algorithms = (point.values(name, SHARE)[0] for name in alone)
+    assert sub_batches < offloading < 100
+    assert algorithms < 100
+    assert 1 < point.values(simulated.ALGORITHMS, SLOWER)[0] <= 2.7
+    together, vdnn = (point.values(name, SHARE)[0] for name in (simulated.TOGETHER, simulated.VDNN_AT_LEAST))
+    assert together < sub_batches
+    assert together < vdnn <= offloading
+    *_, least, slower, faster = (line.measured for line in simulated.Alone().compare(load(path)))
+    assert least == spread([vdnn / together])
+    assert [slower, faster] == [spread([end(point.facts[simulated.BY_GAIN])]) for end in (min, max)]
 
 
 def test_k40_times_by_hand() -> None:
     """The small network's first convolution: 2 * 27 * 8 * 32 * 32 operations a sample, at a quarter of the peak."""
     settings = MemorySettings()
-    graph = k40_graph(small_vgg(), settings)
+    graph = simulated.k40_graph(small_vgg(), settings)
     first = next(task for task in graph.tasks if operation_of(task) == "convolution")
     slow, fast = first.algorithms
     arithmetic_ms = 2 * 27 * 8 * 32**2 / (4.29e12 * 0.25) * 1e3
@@ -185,7 +156,7 @@ def test_budgets_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"budgets has 'half': give percents of the ideal peak, or 'floor'"):
         Budgets().points(MemorySettings(budgets=[100, "half"]))
     with pytest.raises(ValueError, match="peers has 'luck': choose parts, checkpoint, save_on_cpu"):
-        side_by_side(MemorySettings(peers=["luck"]), {}, [], print)
+        runs.side_by_side(MemorySettings(peers=["luck"]), {}, [], print)
 
 
 def test_processes_answer_in_turn_and_say_what_went_wrong() -> None:
@@ -203,7 +174,7 @@ def test_a_process_offloads_on_a_device(more: dict[str, Any], tmp_path: Path, mo
     model = {"_target_": "retime.recipes.models.mlp", "depth": 4, "width": 64}
     case = {"batch_size": 256, "model": model, "data": data, "sub_batches": False}
     settings = MemorySettings(hardware=Hardware("cpu", "cpu", None), optimizer=SGD)
-    request = Network(settings, case, tmp_path).request | {"host": None, "give_back": False}
+    request = runs.Network(settings, case, tmp_path).request | {"host": None, "give_back": False}
     limits, trained = resource.getrlimit(resource.RLIMIT_DATA), []
     for steps, streams in ((3, nullcontext()), (2, simulated_cuda("late"))):
         with streams as device:
@@ -229,21 +200,21 @@ def test_budget_sweep(run: Command) -> None:
     few = ("rounds=1", "warmup_rounds=1", "budgets=[50]", "headroom_mb=8", "allocators=[kept_heap]")
     (point,) = load(run("experiment=modnn_budget_sweep", "~cases", small, *few, "in_sub_batches=true")).points
     assert point.facts["out of memory"] == point.facts["refused"] == {}
-    theirs, kept = VDNN_PLUS.format("all", "50 %"), OTHER_ALLOCATOR.format("glibc, heap kept")
+    theirs, kept = runs.VDNN_PLUS.format("all", "50 %"), runs.OTHER_ALLOCATOR.format("glibc, heap kept")
     size = point.facts["plans"]["50 %"]["sub_batch"]
-    cut, conv = IN_SUB_BATCHES.format(size), VDNN_PLUS.format("conv", "50 %")
-    by_hand = [BY_HAND.format(peer) for peer in ("checkpoint", "save_on_cpu")]
-    parts = [IN_SUB_BATCHES.format(samples) for samples in sorted({1, 2, 4, 8, size})]
+    cut, conv = runs.IN_SUB_BATCHES.format(size), runs.VDNN_PLUS.format("conv", "50 %")
+    by_hand = [runs.BY_HAND.format(peer) for peer in ("checkpoint", "save_on_cpu")]
+    parts = [runs.IN_SUB_BATCHES.format(samples) for samples in sorted({1, 2, 4, 8, size})]
     plain = [UNLIMITED, GIVING_BACK, POOLED, *by_hand]
-    assert point.variants(STEP) == [*plain, "50 %", theirs, conv, kept, *parts]
+    assert point.variants(runs.STEP) == [*plain, "50 %", theirs, conv, kept, *parts]
     assert [point.values(name, DIFFERENCE) for name in (*by_hand, kept, POOLED)] == [[0.0]] * 4
-    peer = best_peer(point, "50 %")
+    peer = runs.best_peer(point, "50 %")
     assert peer is not None
     assert point.values(peer, MEASURED)[0] <= point.values("50 %", BUDGET)[0]
     in_another_order = [point.values(name, DIFFERENCE)[0] for name in (cut, GIVING_BACK)]
     assert all(0 < ppm < 10 for ppm in in_another_order), "it adds up part by part, or other samples first"
-    assert budgets_of(point) == ["50 %"]
-    assert fastest_plain(point) in (UNLIMITED, POOLED, kept)
+    assert runs.budgets_of(point) == ["50 %"]
+    assert runs.fastest_plain(point) in (UNLIMITED, POOLED, kept)
     assert point.values(theirs, MEASURED)[0] <= point.values("50 %", BUDGET)[0]
     assert point.values(theirs, MOVED_A_STEP)[0] > point.values("50 %", MOVED_A_STEP)[0]
     assert max(point.values(name, DIFFERENCE)[0] for name in (theirs, "50 %")) < 10  # ppm

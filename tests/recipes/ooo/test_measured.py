@@ -78,7 +78,7 @@ IDENTICAL = "final weights bit-identical to ddp, on all ranks"
         ("ooo_tuned_waiting", "tuned", False, False),
         ("ooo_k3_waiting_layer_buckets", 3, False, True),
         ("ddp_tuned_buckets", None, True, False),
-        ("priority", None, True, True),
+        ("priority_4", None, True, True),
     ],
 )
 def test_variants_say_what_they_are(name: str, k: int | str | None, cross_iteration: bool, layer_buckets: bool) -> None:
@@ -87,7 +87,7 @@ def test_variants_say_what_they_are(name: str, k: int | str | None, cross_iterat
     assert label(name)
 
 
-@pytest.mark.parametrize("name", ["dpd", "ooo", "ooo_k", "ddp_waiting", "ooo_k-1", "priority_waiting"])
+@pytest.mark.parametrize("name", ["dpd", "ooo", "ooo_k", "ddp_waiting", "ooo_k-1", "priority_waiting", "priority_0"])
 def test_unknown_variants_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"variant '{name}' is unknown: write ddp"):
         variant(name)
@@ -232,7 +232,7 @@ def test_wrong_values_are_refused_before_anything_runs() -> None:
 
 def test_variants_are_timed_on_ranks_with_both_bounds() -> None:
     heard: list[str] = []
-    variants = ["ddp", "ddp_layer_buckets", "ddp_tuned_buckets", "priority"]
+    variants = ["ddp", "ddp_layer_buckets", "ddp_tuned_buckets", "priority", "priority_4"]
     found = Sweep().compare_variants(settings(variants=variants), heard.append)
     names = {*variants, "compute", "communication"}
     assert {row.variant: len(row.values) for row in found.rows} == dict.fromkeys(names, 1)

@@ -30,7 +30,7 @@ from retime.recipes.ooo.pipeline_scaling import (
 )
 from retime.recipes.ooo.pipeline_scaling import FORWARDED as OOO_PIPE2
 from retime.recipes.ooo.pipeline_scaling import PLAIN as PLAIN_GPIPE
-from retime.recipes.ooo.recurrent_pipeline import STATE_FIRST, Cells, RecurrentPipeline
+from retime.recipes.ooo.recurrent_pipeline import GPIPE_STATE_FIRST, STATE_FIRST, Cells, RecurrentPipeline
 from retime.recipes.ooo.timelines import AT_ONCE, DEALT, FORWARDED, PLAIN, PipelineTimelines
 from support.recipes import assert_draws, settings_for
 
@@ -167,6 +167,8 @@ def test_a_recurrent_network_by_hand() -> None:
     # first GPU: I1 F1 .. .. .. W1 V1; second: I2 .. F2 B2 B2 V2
     assert cells.units(MODEL_PARALLEL) == 7
     assert cells.units(STATE_FIRST) == 7
+    # halves: first GPU I1 F1 I1 F1 .. .. .. B1 V1 B1 V1; second: I2 I2 F2 .. F2 B2 B2 B2 B2 V2 V2
+    assert cells.units(GPIPE_STATE_FIRST) == 5.5
     # O2 first, so that W1 begins a unit sooner
     assert cells.units(PAPERS1) == cells.units(PAPERS2) == 6
     far = Cells(cells=2, ranks=2, micro_batches=2, independent=1.0, ratio=0.5)
@@ -180,6 +182,8 @@ def test_micro_batches_of_a_recurrent_network_cost_what_is_fixed(tmp_path: Path)
     result = recipe.run(settings_with("ooo_fig11_rnn"), tmp_path, Console(quiet=True))
     plain, *_, fixed = result.points
     assert plain.values(GPIPE, STEP)[0] < plain.values(MODEL_PARALLEL, STEP)[0] < fixed.values(GPIPE, STEP)[0]
+    state_first, fixed_too = (point.values(GPIPE_STATE_FIRST, STEP)[0] for point in (plain, fixed))
+    assert state_first < plain.values(PAPERS2, STEP)[0] < fixed_too
     assert plain.values(PAPERS2, STEP)[0] < plain.values(STATE_FIRST, STEP)[0] < plain.values(MODEL_PARALLEL, STEP)[0]
     assert plain.values(PAPERS2, STEP) == fixed.values(PAPERS2, STEP)  # the batch is whole
     assert [line.note.split(":")[0] for line in recipe.compare(result)] == ["RNN", "RNN"]

@@ -9,16 +9,14 @@ from rich.console import Console
 
 from retime.recipes.core.claims import Claim, judged
 from retime.recipes.core.results import Result
-from retime.recipes.ooo import claims, counted_networks
+from retime.recipes.ooo import claims, counted_networks, two_streams
 from retime.recipes.ooo.counted_networks import JOINT, ONE, PAPERS, READY, counted_network, simulated_plans
+from retime.recipes.ooo.model_costs import TITAN_XP, V100
 from retime.recipes.ooo.two_streams import (
-    BLOCK_4_MORE,
     EXECUTION,
-    FIGURE_7,
     HIGHEST_RATIO,
     MAIN_WAITS,
     MOST_MORE,
-    MULTI_STREAM,
     PEAK,
     STEP,
     WAIT,
@@ -146,27 +144,37 @@ def test_figure_9(ran) -> None:
         more = [curves[name][layer] - curves[ONE][layer] for layer in curves[ONE]]
         assert point.values(name, MOST_MORE)[0] == pytest.approx(max(more) / 1e6, abs=0.01)
         at_end = curves[name][89] - curves[ONE][89]
-        assert point.values(name, BLOCK_4_MORE)[0] == pytest.approx(at_end / 1e6, abs=0.01)
+        assert point.values(name, two_streams.BLOCK_4_MORE)[0] == pytest.approx(at_end / 1e6, abs=0.01)
         assert point.values(name, PEAK)[0] == pytest.approx(plans[name].timeline.peak_bytes / 1e9, abs=1e-5)
     assert len(remarks(recipe, result)[claims.claim("figure-9-more").what]) == 4
     assert sum("the peak comes early in the step" in note for note in recipe.notes(result)) == 3
 
 
 @pytest.mark.long
-def test_figure_7_says_what_cannot_be_compared(ran) -> None:
+def test_figure_7_on_both_gpus(ran) -> None:
     mobile = "MobileNet V3 (alpha=0.25)"
     names = f"networks=['{NARROW}','{mobile}','ResNet-50']"
     recipe, result = ran("ooo_fig7_simulated", names, "image_size=32", "batch_sizes=[32]")
-    plans = simulated_plans(counted_network(mobile, 32, image_size=32), (READY, JOINT))
-    gain = plans[ONE].makespan_ms / plans[JOINT].makespan_ms
+    gains = []
+    for gpu, blocks in ((V100, 1520), (TITAN_XP, 570)):
+        network = counted_network(mobile, 32, image_size=32, gpu=gpu)
+        assert network.device().capacity == blocks
+        plans = simulated_plans(network, (READY, JOINT))
+        gains.append(plans[ONE].makespan_ms / plans[JOINT].makespan_ms)
     said = remarks(recipe, result)
-    assert said[claims.claim("streams-mobilenet").what][0][0] == pytest.approx(gain, rel=1e-3)
-    for claim in map(claims.claim, FIGURE_7):
-        assert said[claim.what][0][1] == "not comparable: the paper's has pre-compiled issue in it"
-    assert claims.claim(MULTI_STREAM["ResNet-50", 64]).what not in said, "batch 64 did not run"
+    assert said[claims.claim("streams-mobilenet").what][0][0] == pytest.approx(gains[0], rel=1e-3)
+    shares = [share for share, _ in said[claims.claim("titan-xp").what]]
+    assert len(shares) == 3
+    assert (gains[1] - 1) / (gains[0] - 1) == pytest.approx(shares[1], rel=1e-2)
+    assert claims.claim(two_streams.MULTI_STREAM["ResNet-50", 64]).what not in said, "batch 64 did not run"
     notes = "\n".join(recipe.notes(result))
     assert "upper bounds of this model" in notes
     assert "and that less than MobileNet, at most: " in notes
+    error = f"{100 * (min(shares) - 1):+.0f} to {100 * (max(shares) - 1):+.0f} %"
+    assert f"30 of a V100's 80 multiprocessors, hence 570 thread blocks. Its gain is {min(shares):.2f} to" in notes
+    assert f"the paper says similar: an error of {error}" in notes
+    with pytest.raises(ValueError, match=r"gpus=\['P100'\]: there are V100, Titan XP"):
+        ran("ooo_fig7_simulated", "gpus=[P100]")
 
 
 @pytest.mark.long
