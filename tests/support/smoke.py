@@ -2,14 +2,16 @@
 
     python -P tests/support/smoke.py [--json FILE]
 
-It needs nothing but the package, and tries Accelerate and transformers where they are installed. A line a check says
-whether the weights have the plain ones' bits, or how far off they are where rounding is what is promised.
+It needs nothing but the package, and tries Accelerate, transformers and a recipe where what they need is installed. A
+line a check says whether weights and logs have the plain ones' bits, or how far off they are where rounding is what is
+promised.
 """
 
 import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -27,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 import retime
 from retime.commands.main import main as command
@@ -38,7 +41,10 @@ from retime.foundations.cpu_pool import MemoryPool
 from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.strategies import STRATEGIES
 
-PACKAGES = ("torch", "lightning", "accelerate", "transformers", "lightning-retime")
+OF_RECIPES = {"hydra": "hydra-core", "matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
+"""Modules that all recipes import, or their data, and the packages that they come with."""
+OTHERS = ("torchmetrics", "psutil", *OF_RECIPES.values(), "numpy")
+PACKAGES = ("torch", "lightning", "accelerate", "transformers", "lightning-retime", *OTHERS)
 ROUNDING = 1e-5
 """Relative and absolute, for what is promised up to rounding."""
 PROMISED_UP_TO_ROUNDING = ("ooo_single_device",)
@@ -73,10 +79,24 @@ class Net(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def data() -> DataLoader[Any]:
+class Logged(Net):
+    """Logs its accuracy by an object of torchmetrics."""
+
+    def __init__(self, recurrent: bool = False) -> None:
+        super().__init__(recurrent)
+        self.accuracy = MulticlassAccuracy(num_classes=4)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        out = self(batch[0])
+        self.accuracy(out, batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return nn.functional.cross_entropy(out, batch[1])
+
+
+def data(batch_size: int = 8) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(64, 8, generator=generator), torch.randint(4, (64,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=8)
+    x, y = torch.randn(8 * batch_size, 8, generator=generator), torch.randint(4, (8 * batch_size,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
 def weights_of(model: nn.Module) -> Weights:
@@ -94,25 +114,17 @@ def environment_as_before() -> Iterator[None]:
         os.environ.update(before)
 
 
-def fit(
-    strategy: Any = "auto", devices: int = 1, callbacks: tuple[Callback, ...] = (), convert: bool | None = None
-) -> Weights:
-    """Train by Lightning; with `convert` given the model is recurrent, and converted or not."""
-    model = Net(recurrent=convert is not None)
+def fit(strategy: Any = "auto", convert: bool | None = None, batch_size: int = 8, **options: Any) -> Weights:
+    """Weights and log of training by Lightning; with `convert` the model is recurrent, and converted or not."""
+    model = Logged(recurrent=convert is not None)
     if convert:
         retime.convert(model)
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     with environment_as_before():
-        Trainer(
-            accelerator="cpu",
-            devices=devices,
-            strategy=strategy,
-            callbacks=list(callbacks),
-            max_epochs=2,
-            logger=False,
-            **quiet,
-        ).fit(model, data())
-    return weights_of(model)
+        how = {"accelerator": "cpu", "devices": 1, "strategy": strategy, "max_epochs": 2, "logger": False}
+        trainer = Trainer(**{**how, **quiet, **options})
+        trainer.fit(model, data(batch_size))
+    return [*weights_of(model), trainer.callback_metrics["accuracy"]]
 
 
 @cache
@@ -142,7 +154,13 @@ def loop(prepare: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> tuple[We
             optimizer.step()
             optimizer.zero_grad()
     prepared.remove()
-    return weights_of(model), plain(), 0.0
+    return weights_of(model), plain()[:-1], 0.0
+
+
+def in_parts() -> tuple[Weights, Weights, float]:
+    """A budget that whole batches do not fit in."""
+    strategy = retime.MemoryBudgetStrategy("600KiB")
+    return fit(strategy, batch_size=2048), fit(batch_size=2048), ROUNDING
 
 
 def pool() -> tuple[Weights, Weights, float]:
@@ -150,7 +168,7 @@ def pool() -> tuple[Weights, Weights, float]:
     if not own.install():
         raise RuntimeError(own.why_not)
     own.remove()
-    return fit(callbacks=(retime.CPUMemoryPool(),)), plain(), 0.0
+    return fit(callbacks=[retime.CPUMemoryPool()]), plain(), 0.0
 
 
 def with_accelerate(door: str, **options: Any) -> tuple[Weights, Weights, float]:
@@ -220,6 +238,15 @@ def planned() -> tuple[Weights, Weights, float]:
     return [torch.tensor(status)], [torch.tensor(0)], 0.0
 
 
+def recipe() -> tuple[Weights, Weights, float]:
+    """Two steps of a recipe that loads digits, and makes tables and a picture."""
+    short = ("experiment=bppsa_fig6", "steps=2", "evaluate_every=1", "precisions=[float32]")
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-P", "-m", "retime.recipes", *short], cwd=folder, check=True)
+        pictures = [*Path(folder).rglob("result.png")]
+    return [torch.tensor(len(pictures))], [torch.tensor(1)], 0.0
+
+
 def checks() -> dict[str, Check]:
     """Those on two ranks come first: they fork this process, before it has started threads of its own."""
     found: dict[str, Check] = {}
@@ -230,8 +257,9 @@ def checks() -> dict[str, Check]:
         found[name] = lambda name=name, near=near: (fit(name), plain(), near)
     found |= {
         "OOOSingleDeviceStrategy": lambda: (fit(retime.OOOSingleDeviceStrategy(threads=(1, 1))), plain(), 0.0),
-        "FuseOptimizer": lambda: (fit(callbacks=(retime.FuseOptimizer(),)), plain(), 0.0),
+        "FuseOptimizer": lambda: (fit(callbacks=[retime.FuseOptimizer()]), plain(), 0.0),
         "CPUMemoryPool": pool,
+        "MemoryBudgetStrategy, in parts": in_parts,
         "retime plan": planned,
         "convert": lambda: (fit(convert=True), fit(convert=False), ROUNDING),
         "bare loop, backward fusion": lambda: loop(lambda *both: retime.fuse_optimizer(*both, mode="backward")),
@@ -250,6 +278,8 @@ def checks() -> dict[str, Check]:
             "transformers, forward fusion": lambda: with_transformers("FusedOptimizer", mode="forward"),
             "transformers, memory budget": lambda: with_transformers("MemoryBudget", "1GiB"),
         }
+    if all(find_spec(module) for module in (*OF_RECIPES, "transformers")):
+        found["recipe"] = recipe
     return found
 
 
