@@ -2,9 +2,8 @@
 
     python -P tests/support/smoke.py [--json FILE]
 
-It needs nothing but the package, and tries Accelerate, transformers and a recipe where what they need is installed. A
-line a check says whether weights and logs have the plain ones' bits, or how far off they are where rounding is what is
-promised.
+It needs nothing but the package, and tries Accelerate, transformers and a recipe where these are installed. A line a
+check says whether weights and logs have the plain ones' bits, or how far off they are where rounding is promised.
 """
 
 import argparse
@@ -41,9 +40,7 @@ from retime.foundations.cpu_pool import MemoryPool
 from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.strategies import STRATEGIES
 
-OF_RECIPES = {"hydra": "hydra-core", "matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
-"""Modules that all recipes import, or their data, and the packages that they come with."""
-OTHERS = ("torchmetrics", "psutil", *OF_RECIPES.values(), "numpy")
+OTHERS = ("torchmetrics", "psutil", "hydra-core", "matplotlib", "rich", "scikit-learn", "numpy")
 PACKAGES = ("torch", "lightning", "accelerate", "transformers", "lightning-retime", *OTHERS)
 ROUNDING = 1e-5
 """Relative and absolute, for what is promised up to rounding."""
@@ -57,12 +54,13 @@ Check = Callable[[], tuple[Weights, Weights, float]]
 
 
 class Net(LightningModule):
-    """Four layers; with `recurrent` a GRU before them."""
+    """Four layers; with `recurrent` a GRU before them. Logs by an object of torchmetrics, which a bare loop ignores."""
 
     def __init__(self, recurrent: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.recurrent = nn.GRU(8, 8, batch_first=True) if recurrent else None
+        self.accuracy = MulticlassAccuracy(num_classes=4)
         sizes = (8, 32, 32, 32, 4)
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(i, o), nn.Tanh()) for i, o in pairwise(sizes)))
 
@@ -73,24 +71,13 @@ class Net(LightningModule):
         return out
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-class Logged(Net):
-    """Logs its accuracy by an object of torchmetrics."""
-
-    def __init__(self, recurrent: bool = False) -> None:
-        super().__init__(recurrent)
-        self.accuracy = MulticlassAccuracy(num_classes=4)
-
-    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         out = self(batch[0])
         self.accuracy(out, batch[1])
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
         return nn.functional.cross_entropy(out, batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 def data(batch_size: int = 8) -> DataLoader[Any]:
@@ -116,7 +103,7 @@ def environment_as_before() -> Iterator[None]:
 
 def fit(strategy: Any = "auto", convert: bool | None = None, batch_size: int = 8, **options: Any) -> Weights:
     """Weights and log of training by Lightning; with `convert` the model is recurrent, and converted or not."""
-    model = Logged(recurrent=convert is not None)
+    model = Net(recurrent=convert is not None)
     if convert:
         retime.convert(model)
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -155,12 +142,6 @@ def loop(prepare: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> tuple[We
             optimizer.zero_grad()
     prepared.remove()
     return weights_of(model), plain()[:-1], 0.0
-
-
-def in_parts() -> tuple[Weights, Weights, float]:
-    """A budget that whole batches do not fit in."""
-    strategy = retime.MemoryBudgetStrategy("600KiB")
-    return fit(strategy, batch_size=2048), fit(batch_size=2048), ROUNDING
 
 
 def pool() -> tuple[Weights, Weights, float]:
@@ -255,11 +236,12 @@ def checks() -> dict[str, Check]:
     for name, *_ in (one for one in STRATEGIES if not one[2]):
         near = ROUNDING if name in PROMISED_UP_TO_ROUNDING else 0.0
         found[name] = lambda name=name, near=near: (fit(name), plain(), near)
+    parts, large = retime.MemoryBudgetStrategy("600KiB"), {"batch_size": 2048}  # which is too much for the whole batch
     found |= {
+        "MemoryBudgetStrategy, in parts": lambda: (fit(parts, **large), fit(**large), ROUNDING),
         "OOOSingleDeviceStrategy": lambda: (fit(retime.OOOSingleDeviceStrategy(threads=(1, 1))), plain(), 0.0),
         "FuseOptimizer": lambda: (fit(callbacks=[retime.FuseOptimizer()]), plain(), 0.0),
         "CPUMemoryPool": pool,
-        "MemoryBudgetStrategy, in parts": in_parts,
         "retime plan": planned,
         "convert": lambda: (fit(convert=True), fit(convert=False), ROUNDING),
         "bare loop, backward fusion": lambda: loop(lambda *both: retime.fuse_optimizer(*both, mode="backward")),
@@ -278,7 +260,7 @@ def checks() -> dict[str, Check]:
             "transformers, forward fusion": lambda: with_transformers("FusedOptimizer", mode="forward"),
             "transformers, memory budget": lambda: with_transformers("MemoryBudget", "1GiB"),
         }
-    if all(find_spec(module) for module in (*OF_RECIPES, "transformers")):
+    if all(find_spec(module) for module in ("hydra", "matplotlib", "rich", "sklearn", "transformers")):
         found["recipe"] = recipe
     return found
 
