@@ -499,8 +499,8 @@ class _Measuring:
 
 
 def _simulated_gain(layers: Sequence[tuple[Any, ...]], scale: float, cluster: Cluster) -> float:
-    """A step of `ddp` over one of `ooo_ddp`, each with its best buckets."""
-    costs = [LayerCost(*(scale * ms for ms in times), size) for *times, size in layers]
+    """A step of `ddp` over one of `ooo_ddp`, each with its best buckets; of layers F, O, W in ms and bytes."""
+    costs = [LayerCost(scale * f, scale * o, scale * w, size) for f, o, w, size in layers]
     ddp_ms, ours_ms = (
         min(systems.run(how, costs, cluster, systems.Sizes(size, size))[1].step_ms for size in _BUCKETS)
         for how in (systems.DDP, systems.OURS_DDP)
