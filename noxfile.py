@@ -22,18 +22,27 @@ OUTCOMES, BUILT, PAGE = Path("outputs/versions"), Path("outputs/versions/wheel")
 
 
 class Versions(NamedTuple):
-    """Empty: the newest on the index."""
+    """Empty: the newest on the index; of packages that are not named, what goes with these."""
 
     torch: str = ""
     lightning: str = ""
     accelerate: str = ""
     transformers: str = ""
     python: str = "3.11"
+    others: tuple[str, ...] = ()
 
 
 OLDEST = {"lightning": "2.6.0", "accelerate": "1.10.0", "transformers": "4.57.0"}
+OLDEST_OTHERS = {
+    "torchmetrics": "1.0.0",
+    "psutil": "5.9.0",
+    "hydra-core": "1.3.2",
+    "matplotlib": "3.8.0",
+    "rich": "13.0.0",
+    "scikit-learn": "1.4.0",
+}
 COMBINATIONS = {
-    "oldest": Versions("2.11.0", **OLDEST),
+    "oldest": Versions("2.11.0", **OLDEST, others=tuple(f"{name}=={number}" for name, number in OLDEST_OTHERS.items())),
     "torch-2.11": Versions("2.11.0"),
     "torch-2.12": Versions("2.12.1"),
     "torch-2.13": Versions("2.13.0"),
@@ -46,13 +55,14 @@ COMBINATIONS = {
     "python-3.14": Versions(python="3.14"),
 }
 NAMES = ("python", "torch", "lightning", "accelerate", "transformers")
+OTHERS = "The environment of `oldest` had besides:"
 HEAD = """# Versions
 
 Each row is an environment of its own, in which the wheel was installed and the smoke set ran: a small model trained by
 every strategy's name, callbacks, modules, bare loops and the doors for Accelerate and transformers, against plain
-training, bit by bit where that is promised. `make matrix` makes the environments and writes this page, or
-`nox -s "smoke(NAME)"` and `nox -s page` one row of it. Lower bounds in `pyproject.toml` are the oldest versions that
-passed. What the index calls newest changes: a row says what was there on its day.
+training, bit by bit where that is promised, and a short recipe. `make matrix` makes the environments and writes this
+page, or `nox -s "smoke(NAME)"` and `nox -s page` one row of it. Lower bounds in `pyproject.toml` are the oldest
+versions that passed. What the index calls newest changes: a row says what was there on its day.
 
 """
 
@@ -80,9 +90,9 @@ def smoke(session: nox.Session, name: str) -> None:
     OUTCOMES.mkdir(parents=True, exist_ok=True)
     (built,) = BUILT.glob("*.whl")
     try:
-        numbers = {package: number for package, number in wanted._asdict().items() if package != "python"}
+        numbers = {package: getattr(wanted, package) for package in NAMES if package != "python"}
         pinned = [f"{package}=={number}" if number else package for package, number in numbers.items()]
-        session.install(f"{built}[accelerate,transformers]", *pinned)
+        session.install(f"{built}[accelerate,transformers,recipes]", *pinned, *wanted.others)
         nothing_compiled = {"XDG_CACHE_HOME": str(Path(session.create_tmp()).resolve())}
         session.run("python", "-P", "tests/support/smoke.py", "--json", str(outcome), env=nothing_compiled)
     finally:
@@ -92,7 +102,9 @@ def smoke(session: nox.Session, name: str) -> None:
 @nox.session(python=False)
 def page(session: nox.Session) -> None:
     """Write docs/versions.md: what has run, and of the rest the rows that are there."""
-    rows = {row.split("`")[1]: row for row in PAGE.read_text("utf-8").splitlines() if row.startswith("| `")}
+    there = PAGE.read_text("utf-8").splitlines()
+    rows = {row.split("`")[1]: row for row in there if row.startswith("| `")}
+    others = next((line for line in there if line.startswith(OTHERS)), "")
     for name in COMBINATIONS:
         outcome = OUTCOMES / f"{name}.json"
         if not outcome.exists():
@@ -103,8 +115,11 @@ def page(session: nox.Session) -> None:
         day = f"{datetime.fromtimestamp(outcome.stat().st_mtime, UTC):%Y-%m-%d}"
         cells = (*(ran["versions"][package] for package in NAMES), said, day)
         rows[name] = f"| `{name}` | {' | '.join(cells)} |"
+        if name == "oldest":
+            named = ", ".join(f"{one} {number}" for one, number in ran["versions"].items() if one in OLDEST_OTHERS)
+            others = f"{OTHERS} {named}."
     left = [name for name in COMBINATIONS if name not in rows]
     heads = ("combination", *NAMES, "smoke set", "day")
     table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(rows[one] for one in COMBINATIONS if one in rows)]
     missing = f"\nNot run: {', '.join(f'`{name}`' for name in left)} of `noxfile.py`.\n" if left else ""
-    PAGE.write_text(HEAD + "\n".join(table) + "\n" + missing + FOOT, encoding="utf-8")
+    PAGE.write_text(HEAD + "\n".join([*table, "", others, missing]) + FOOT, encoding="utf-8")

@@ -5,14 +5,10 @@
     retime advise --config conf/train.yaml --network 10gbit --ranks 8 model.width=64
 
 It takes what `retime plan` takes. Each method trains in processes of its own, which build the model from that name
-again, with one batch over and over; the model itself is only read. What a Trainer is to be told besides goes in by
---trainer, such as --trainer gradient_clip_val=1.0, as some methods do nothing under it.
-
-Each method takes turns with the strongest plain step: torch's fused optimizer kernel where there is one, the best
-number of threads, and the C library's heap kept or not, whichever was fastest. Methods for several ranks are compared
-with `ddp` on as many ranks. What is faster is measured a second time, in new processes, before it is advised. A gain
-whose quartiles lie on both sides of 1 is undecided. Memory is resident bytes of a process at its peak, less what it
-had before the model was there; of ranks the largest.
+again, with one batch over and over, in turns with the strongest plain step; methods for several ranks with `ddp` on as
+many. What is faster is measured once more in new processes before it is advised. What a Trainer is to be told besides
+goes in by --trainer, such as --trainer gradient_clip_val=1.0, as some methods do nothing under it. docs/advise.md has
+what is measured, and the words of the answer.
 
 The answer on stdout ends with the line to paste. stderr says what is being measured. Ctrl-C ends with what was
 measured so far and exit status 130. Exit status 0: advice, which may be to train as before; 2: something went wrong.
@@ -26,7 +22,7 @@ import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -48,7 +44,7 @@ from retime.commands.advise_turns import (
     notes_of,
     settled,
 )
-from retime.commands.advise_worker import DDP_BUCKET_MB, METHODS, PLAIN, Method, ddp, memory_budget, serve
+from retime.commands.advise_worker import DDP_BUCKET_MB, METHODS, NAMES, PLAIN, Method, ddp, methods_for, serve
 from retime.commands.errors import check_folder, progress
 from retime.commands.job import add_job_options
 from retime.foundations.measure import Spread, speedup, spread
@@ -71,6 +67,8 @@ _BUCKETS_MB = {1: 1, 4: 4, 100: DDP_BUCKET_MB}
 _SIMULATED, _NOTHING, _OUT = "simulated", "no effect", "does not apply"
 _FLOOR = "below this step's floor"
 """In the refusal of a budget: a smaller one need not be tried."""
+_NEEDS = {"ParallelScanBackward": "no_scan", "ScanChains": "no_chain"}
+"""The fact that is the reason why a callback does not apply; empty where it does."""
 _MEASURED = ("ms", "peak_bytes", "said", "report", "spans")
 """Of a process's first answer; the rest are facts of the job."""
 _OURS = ("strategy", "devices", "accelerator", "num_nodes", "callbacks", "logger", "max_epochs", "max_steps")
@@ -85,9 +83,8 @@ class Setting:
     kept_heap: bool
 
     def __str__(self) -> str:
-        parts = [f"{self.threads} thread{'s' if self.threads > 1 else ''}"]
-        parts += ["fused=True"] if self.fused else []
-        return ", ".join([*parts, *(["heap kept"] if self.kept_heap else [])])
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        return ", ".join([threads, *["fused=True"] * self.fused, *["heap kept"] * self.kept_heap])
 
 
 @dataclass
@@ -115,11 +112,6 @@ class Row:
         """Take over what the method has said and reported so far."""
         self.why, self.notes, self.report = no_effect(answer["said"]), notes_of(answer["said"]), answer["report"]
 
-    def judge(self) -> None:
-        """By the quartiles."""
-        assert self.gain is not None
-        self.verdict = judged(self.gain)
-
     def to_dict(self, devices: int, trainer: dict[str, Any]) -> dict[str, Any]:
         """Plain values, with all that a method is, and how it is written beside the Trainer's other arguments."""
         of_method = ("result", "strategy", "arguments", "callback", "ranks", "bare", "accelerate")
@@ -140,14 +132,13 @@ class Advice:
     devices: int = 1
     memory_bytes: int | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
-    only: list[str] = field(default_factory=list)
-    """Names of methods, or all if it is empty."""
     tried_ms: dict[Setting, float] = field(default_factory=dict)
     as_it_is: Setting | None = None
     strongest: Setting | None = None
     plain_ms: float | None = None
     plain_bytes: int | None = None
     ddp_ms: float | None = None
+    ddp_bytes: int | None = None
     ddp_tried_ms: dict[int, float] = field(default_factory=dict)
     """By MiB of its buckets, where there is a choice."""
     rows: list[Row] = field(default_factory=list)
@@ -161,14 +152,15 @@ class Advice:
         return sorted(self.rows, key=lambda row: -row.gain.median if row.gain is not None else 0.0)
 
     def choose(self) -> None:
-        """The fastest that is faster and fits, and if nothing plain fits the fastest that does."""
-        fits = [row for row in self.sorted_rows() if row.gain is not None and self._fits(row.peak_bytes)]
-        alone = [row for row in fits if not row.method.over_ddp and row.verdict != _NOTHING]
-        faster = [row for row in alone if row.verdict == FASTER]
-        needed = alone if not self._fits(self.plain_bytes) else []
-        self.best = next(iter([*faster, *needed]), None)
-        ranks = [row for row in fits if row.method.over_ddp and row.verdict == FASTER]
-        self.best_of_ranks = next(iter(ranks), None)
+        """The fastest that is faster and fits, and if the plain step, or ddp, does not fit the fastest that does."""
+        self.best = self._fastest(False, self.plain_bytes)
+        self.best_of_ranks = self._fastest(True, self.ddp_bytes)
+
+    def _fastest(self, over_ddp: bool, base_bytes: int | None) -> Row | None:
+        rows = [row for row in self.sorted_rows() if row.gain is not None and row.method.over_ddp == over_ddp]
+        rows = [row for row in rows if row.verdict not in (_NOTHING, _SIMULATED) and self._fits(row.peak_bytes)]
+        faster = [row for row in rows if row.verdict == FASTER]
+        return next(iter([*faster, *(rows if not self._fits(base_bytes) else [])]), None)
 
     def _fits(self, peak_bytes: int | None) -> bool:
         return self.memory_bytes is None or peak_bytes is None or peak_bytes <= self.memory_bytes
@@ -183,12 +175,13 @@ class Advice:
             "plain": {
                 "tried_ms": {str(setting): ms for setting, ms in self.tried_ms.items()},
                 "as_it_is": str(self.as_it_is),
-                "as_it_is_ms": self.tried_ms.get(self.as_it_is) if self.as_it_is else None,
+                "as_it_is_ms": self.as_it_is and self.tried_ms.get(self.as_it_is),
                 "strongest": None if self.strongest is None else vars(self.strongest),
                 "strongest_is": str(self.strongest),
                 "step_ms": self.plain_ms,
                 "peak_bytes": self.plain_bytes,
                 "ddp_ms": self.ddp_ms,
+                "ddp_bytes": self.ddp_bytes,
                 "ddp_tried_ms": {str(size): ms for size, ms in self.ddp_tried_ms.items()},
                 "trainer": PLAIN.trainer(1, self.trainer),
             },
@@ -205,9 +198,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--devices", type=int, metavar="N", help="local ranks of methods for several (default 2)")
     command.add_argument("--memory", metavar="BYTES", help="memory that training may take, such as 8GiB")
     command.add_argument("--seconds", type=float, default=60.0, help="at most, for each method (default 60)")
-    command.add_argument(
-        "--only", action="append", default=[], metavar="METHOD", help="try these alone, such as fused_optimizer"
-    )
+    command.add_argument("--only", action="append", default=[], metavar="METHOD", help="try these alone")
     command.add_argument("--network", metavar="RATE", help="simulate ooo_ddp between machines, such as 10gbit")
     command.add_argument("--ranks", type=int, metavar="N", help="with --network: machines (default 8)")
     command.add_argument("--trainer", action="append", default=[], metavar="KEY=VALUE", help="for each Trainer")
@@ -237,11 +228,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _checked(options: argparse.Namespace, cores: int) -> Advice:
-    """Before minutes of measuring, what would show in or after them.
-
-    Raises:
-        ValueError: an option asks for what cannot be.
-    """
+    """Refuse before minutes of measuring what would show in or after them."""
     devices = options.devices if options.devices is not None else min(2, cores)
     if not 1 <= devices <= _MOST_RANKS:
         raise ValueError(f"--devices {devices}: give 1 to {_MOST_RANKS} local ranks")
@@ -253,12 +240,10 @@ def _checked(options: argparse.Namespace, cores: int) -> Advice:
         raise ValueError(f"--ranks {options.ranks}: give 2 machines or more")
     check_folder("--json", options.json)
     check_folder("--html", options.html)
-    names = [*METHODS, "memory_budget"]
-    if unknown := [one for one in options.only if one not in names]:
-        raise ValueError(f"--only {unknown[0]}: give one of {', '.join(map(repr, names))}")
+    if unknown := [one for one in options.only if one not in NAMES]:
+        raise ValueError(f"--only {unknown[0]}: give one of {', '.join(map(repr, NAMES))}")
     memory = None if options.memory is None else parse_bytes("--memory", options.memory)
-    trainer = _trainer_options(options.trainer)
-    return Advice(devices=devices, memory_bytes=memory, trainer=trainer, only=options.only)
+    return Advice(devices=devices, memory_bytes=memory, trainer=_trainer_options(options.trainer))
 
 
 def _trainer_options(given: Sequence[str]) -> dict[str, Any]:
@@ -283,7 +268,7 @@ class _Measuring:
     def __init__(self, options: argparse.Namespace, words: Sequence[str], advice: Advice, cores: int) -> None:
         job = {key: getattr(options, key) for key in ("config", "batch", "optimizer")} | {"device": "cpu"}
         self._request = {"job": job, "words": list(words), "trainer": advice.trainer}
-        self._seconds, self._ranks = options.seconds, options.ranks or 8
+        self._seconds, self._ranks, self._only = options.seconds, options.ranks or 8, options.only
         self._advice, self._cores = advice, cores
         self._base: Running | None = None
         self._base_method = PLAIN
@@ -322,11 +307,8 @@ class _Measuring:
         """Methods, those on one device first, as the plain step waits beside them; budgets follow from its peak."""
         advice = self._advice
         assert advice.plain_bytes is not None
-        budgets = {f"memory_budget, {share} % of peak": advice.plain_bytes * share // 100 for share in (50, 25)}
-        if advice.memory_bytes is not None:
-            budgets = {"memory_budget, --memory": advice.memory_bytes}
-        methods = dict(METHODS) | {name: memory_budget(max(1, size)) for name, size in budgets.items()}
-        tried = [one for one in methods.items() if not advice.only or one[0].partition(",")[0] in advice.only]
+        methods = methods_for(advice.plain_bytes, advice.memory_bytes, advice.facts["chains"])
+        tried = [one for one in methods.items() if not self._only or one[0].partition(",")[0] in self._only]
         return dict(sorted(tried, key=lambda entry: (entry[1].over_ddp, entry[1].ranks)))
 
     def _why_not(self, method: Method) -> str:
@@ -334,8 +316,8 @@ class _Measuring:
         refused = [row.why for row in self._advice.rows if row.method.strategy == method.strategy]
         if any(_FLOOR in why for why in refused):
             return "a larger budget was too small already"
-        if method.callback == "ParallelScanBackward":
-            return str(self._advice.facts["no_scan"])
+        if method.callback in _NEEDS:
+            return str(self._advice.facts[_NEEDS[method.callback]])
         if method.ranks and self._advice.devices < 2:
             return "it needs two ranks: give --devices 2"
         return ""
@@ -348,11 +330,10 @@ class _Measuring:
         threads = sorted({*powers, self._cores, default})
         progress("the plain step, by threads, fused optimizer and heap")
         advice.as_it_is = Setting(default, False, False)
-        running: dict[bool, Running] = {}
-        try:
-            for kept in (False, True):
-                running[kept] = self._start(PLAIN, Setting(default, False, kept), limit, facts=True)
-            first, _ = (one.first for one in running.values())
+        with ExitStack() as stack:
+            both = (closing(self._start(PLAIN, Setting(default, False, kept), limit)) for kept in (False, True))
+            running = [stack.enter_context(one) for one in both]
+            first, _ = (one.first for one in running)
             advice.facts = {key: value for key, value in first.items() if key not in _MEASURED}
             kernels = (False, True) if first["has_fused"] else (False,)
             settings = [Setting(*key) for key in ((t, f, k) for t in threads for f in kernels for k in (False, True))]
@@ -368,17 +349,14 @@ class _Measuring:
                 if number > 1:  # those far behind the fastest need no more rounds
                     fastest = min(min(values[1:]) for values in times.values())
                     settings = [one for one in settings if min(times[one][1:]) < _FAR_BEHIND * fastest]
-        finally:
-            for one in running.values():
-                one.close()
         advice.tried_ms = {setting: median(values[1:] or values) for setting, values in times.items()}
         advice.strongest = min(advice.tried_ms, key=advice.tried_ms.__getitem__)
         progress(f"the strongest plain step: {advice.strongest}, {advice.tried_ms[advice.strongest]:.4g} ms")
 
-    def _start(self, method: Method, setting: Setting, limit: Limit, *, facts: bool = False) -> Running:
+    def _start(self, method: Method, setting: Setting, limit: Limit) -> Running:
         ranks = self._advice.devices if method.ranks else 1
-        how = {"method": method, "threads": setting.threads, "fused": setting.fused, "devices": ranks, "facts": facts}
-        how["keep_heap"] = setting.kept_heap and not self._anew
+        how = {"method": method, "threads": setting.threads, "fused": setting.fused, "devices": ranks}
+        how |= {"facts": not self._advice.facts, "keep_heap": setting.kept_heap and not self._anew}
         environment = (KEPT_HEAP if setting.kept_heap else {}) if self._anew else None
         return Running(serve, {**self._request, **how}, environment, ranks, limit)
 
@@ -402,7 +380,7 @@ class _Measuring:
             self._base.steps(limit, method.warm_steps)
             step_ms, peak_bytes = self._base.block(limit, median(self._base.steps(limit, 2)["ms"]))
             if method is self._ddp:
-                self._advice.ddp_ms = step_ms
+                self._advice.ddp_ms, self._advice.ddp_bytes = step_ms, peak_bytes
             else:
                 if self._advice.plain_ms is None:
                     self._advice.plain_ms, self._advice.plain_bytes = step_ms, peak_bytes
@@ -450,10 +428,7 @@ class _Measuring:
                 self.close()
             return row
         row.gain, row.step_ms = speedup(before, after), median(after)
-        if row.why:
-            row.verdict = _NOTHING
-        else:
-            row.judge()
+        row.verdict = _NOTHING if row.why else judged(row.gain)
         return row
 
     def _rounds(self, base: Running, other: Running, limit: Limit, row: Row) -> tuple[list[float], list[float]]:
@@ -487,8 +462,8 @@ class _Measuring:
             first, second = row.gain.median, again.gain.median
             row.gain = spread([*row.gain.rounds, *again.gain.rounds])
             if row.verdict == FASTER:
-                row.judge()
-                row.verdict = row.verdict if again.verdict == FASTER and row.gain.median >= _APART else UNDECIDED
+                agree = again.verdict == FASTER and row.gain.median >= _APART
+                row.verdict = judged(row.gain) if agree else UNDECIDED
             row.is_steady = max(first, second) <= _APART * min(first, second)
             if not row.is_steady:
                 row.notes.append(f"how much is undecided: {first:.2f} times in some processes, {second:.2f} in others")
@@ -506,16 +481,16 @@ class _Measuring:
         request = {**self._request, "layers": True, "threads": setting.threads}
         try:
             with closing(Running(serve, request, KEPT_HEAP, 1, Limit(self._seconds))) as process:
-                timed = [LayerCost(*times) for times in process.first["layers"]]
+                layers = process.first["layers"]
         except MethodError as error:
             row.why = str(error)
             return
-        alone_ms = sum(cost.compute_ms for cost in timed) - timed[0].output_gradient_ms if timed else 0.0
-        if not alone_ms or not any(cost.size_bytes for cost in timed):
+        alone_ms = sum(sum(times) for *times, _ in layers) - layers[0][1] if layers else 0.0
+        if not alone_ms or not any(size for *_, size in layers):
             row.why = "no layer could be timed by itself, so there is nothing to simulate from"
             return
         cluster = Cluster(self._ranks, 1, Link(link_bits, _LATENCY_MS))
-        gains = [_simulated_gain(timed, advice.plain_ms / alone_ms, cluster), _simulated_gain(timed, 1.0, cluster)]
+        gains = [_simulated_gain(layers, advice.plain_ms / alone_ms, cluster), _simulated_gain(layers, 1.0, cluster)]
         row.gain, row.verdict = Spread(gains[0], min(gains), max(gains)), _SIMULATED
         row.notes.append(
             f"simulated, not measured: layers timed one by one take {alone_ms / advice.plain_ms:.0%} of the measured "
@@ -523,12 +498,9 @@ class _Measuring:
         )
 
 
-def _simulated_gain(timed: Sequence[LayerCost], scale: float, cluster: Cluster) -> float:
-    """A step of `ddp` over one of `ooo_ddp`, each with its best buckets."""
-    costs = []
-    for one in timed:
-        forward_ms, output_ms, weight_ms = one.forward_ms, one.output_gradient_ms, one.weight_gradient_ms
-        costs.append(LayerCost(scale * forward_ms, scale * output_ms, scale * weight_ms, one.size_bytes))
+def _simulated_gain(layers: Sequence[tuple[Any, ...]], scale: float, cluster: Cluster) -> float:
+    """A step of `ddp` over one of `ooo_ddp`, each with its best buckets; of layers F, O, W in ms and bytes."""
+    costs = [LayerCost(scale * f, scale * o, scale * w, size) for f, o, w, size in layers]
     ddp_ms, ours_ms = (
         min(systems.run(how, costs, cluster, systems.Sizes(size, size))[1].step_ms for size in _BUCKETS)
         for how in (systems.DDP, systems.OURS_DDP)

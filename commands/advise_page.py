@@ -32,7 +32,7 @@ def text(whole: Whole) -> list[str]:
     """Lines of the answer; the last is the one to paste."""
     if whole["plain"]["step_ms"] is None:
         return ["nothing was measured yet"]
-    lines = [_title(whole), "", *(f"{name:<30}{what}" for name, what in _plain(whole))]
+    lines = [_title(whole), "", *(f"{name:<31}{what}" for name, what in _plain(whole))]
     for heading, wanted in _TABLES.items():
         rows = [row for row in whole["methods"] if wanted(row)]
         if rows:
@@ -114,14 +114,16 @@ def _plain(whole: Whole) -> Iterator[tuple[str, str]]:
     yield "the strongest plain step", f"{plain['step_ms']:.4g} ms, {show_bytes(plain['peak_bytes'])}, {how}"
     if plain["ddp_ms"] is not None:
         more, devices = whole["devices"] * plain["step_ms"] / plain["ddp_ms"], whole["devices"]
-        what = f"{plain['ddp_ms']:.4g} ms for {devices} batches, {more:.2f} of the plain step's samples a second"
-        yield f"ddp on {devices} ranks", what
+        what = f"{plain['ddp_ms']:.4g} ms, {show_bytes(plain['ddp_bytes'])}"
+        yield f"ddp on {devices} ranks", f"{what} a rank, {more:.2f} of the plain step's samples a second"
         if tried := plain["ddp_tried_ms"]:
             fastest = min(tried, key=tried.__getitem__)
             yield "  its buckets", f"{fastest} MiB, the fastest of {', '.join(sorted(tried, key=int))}"
     if whole["memory_bytes"] is not None:
-        fits = "fits" if plain["peak_bytes"] <= whole["memory_bytes"] else "does not fit"
-        yield "--memory", f"{show_bytes(whole['memory_bytes'])}: the strongest plain step {fits}"
+        steps = {"the strongest plain step": plain["peak_bytes"], "ddp": plain["ddp_bytes"]}
+        fits = {one: size <= whole["memory_bytes"] for one, size in steps.items() if size is not None}
+        said = ", ".join(f"{one} {'fits' if fit else 'does not fit'}" for one, fit in fits.items())
+        yield "--memory", f"{show_bytes(whole['memory_bytes'])}: {said}"
 
 
 def _gain(row: Whole) -> str:
@@ -138,7 +140,7 @@ def _cells(row: Whole) -> tuple[str, ...]:
 
 def _line(name: str, cells: tuple[str, ...]) -> str:
     gain, verdict, step, peak, result = cells
-    return f"{name:<30}{gain:<20}{verdict:<11}{step:>9}{peak:>10}  {result}".rstrip()
+    return f"{name:<31}{gain:<20}{verdict:<11}{step:>9}{peak:>10}  {result}".rstrip()
 
 
 # The page.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,13 +24,14 @@ from torch import nn
 import retime
 from retime.callbacks.support.phases import StrategyPhases
 from retime.commands.errors import one_line
-from retime.commands.job import given_by, job_of, module_of, optimizers_in, quiet
+from retime.commands.job import Supervised, given_by, job_of, module_of, optimizers_in, quiet
 from retime.foundations.measure import MemoryProbe, StepTimer, layer_times
-from retime.foundations.messages import DifferenceWarning, NoEffectWarning
+from retime.foundations.messages import DifferenceWarning, NoEffectWarning, show_bytes, warn_no_effect
 from retime.foundations.parts import samples_in
 from retime.foundations.storages import strided_bytes
 from retime.foundations.torch_private.engine import tree_leaves
 from retime.foundations.workers import Answer, keep_heap, next_request, touch_libraries
+from retime.mechanisms.memory_budget import parse_budget
 
 _MANY = 10**6
 """Batches that the loader says to have; a fit is ended from outside."""
@@ -46,7 +48,8 @@ class Method:
         result: what it promises beside the plain step.
         strategy: a registered name, or a class of `retime`.
         arguments: of that class.
-        callback: a class of `retime`.
+        callback: a class of `retime`, or of this file.
+        before: what a Lightning user writes before the Trainer, in place of that callback.
         bare: what to write in a bare loop.
         accelerate: what to write with Accelerate; empty where there is nothing.
         ranks: whether it needs several processes.
@@ -60,6 +63,7 @@ class Method:
     strategy: str = "auto"
     arguments: dict[str, Any] = field(default_factory=dict)
     callback: str = ""
+    before: str = ""
     bare: str = ""
     accelerate: str = ""
     ranks: bool = False
@@ -76,9 +80,9 @@ class Method:
             strategy = f"retime.{self.strategy}({named})"
             parts.append(f"strategy={strategy if self.strategy[0].isupper() else repr(self.strategy)}")
         parts += [f"devices={devices}"] if self.ranks else []
-        parts += [f"callbacks=[retime.{self.callback}()]"] if self.callback else []
+        parts += [f"callbacks=[retime.{self.callback}()]"] if self.callback and not self.before else []
         parts += [f"{name}={value!r}" for name, value in more.items()]
-        return f"Trainer({', '.join(parts)})"
+        return f"{self.before}Trainer({', '.join(parts)})"
 
     def options(self) -> dict[str, Any]:
         """The Trainer's arguments."""
@@ -86,52 +90,52 @@ class Method:
         home = strategies if hasattr(strategies, self.strategy) else retime
         return {
             "strategy": getattr(home, self.strategy)(**self.arguments) if is_class else self.strategy,
-            "callbacks": [getattr(retime, self.callback)()] if self.callback else [],
+            "callbacks": [getattr(retime, self.callback, ScanChains)()] if self.callback else [],
         }
 
 
 _ACCELERATE, _ON_HOST = "retime.integrations.accelerate", "retime.mechanisms.cpu_accumulation"
 _BUDGETS = "retime.mechanisms.memory_budget"
+_HOST_SUMS = f"{_ON_HOST}.BucketReduction(model, {_ON_HOST}.HostReducer())"
 _SAME, _AT_THREADS, _ROUNDING, _LIKE_DDP = "same bits", "bits of n threads", "rounding", "as 2-rank ddp"
+_OF_RANKS: dict[str, Any] = {"ranks": True, "over_ddp": True}
+_SEARCHED: dict[str, Any] = {"warm_steps": 40, "all_cores": True}
+"""Of two streams: a search and its profile take 38 steps, and the next one begins by ending it."""
+
+
+def _fused(result: str, strategy: str, mode: str, **more: Any) -> Method:
+    accelerate = f'{_ACCELERATE}.FusedOptimizer(accelerator, model, optimizer, mode="{mode}")'
+    bare = f'retime.fuse_optimizer(model, optimizer, mode="{mode}")'
+    bare += "  # model in DistributedDataParallel" if more else ""
+    return Method(result, strategy, bare=bare, accelerate=accelerate, **more)
+
+
+def _alike(text: str, **more: Any) -> Method:
+    """A callback whose line is the same in a bare loop and with Accelerate."""
+    return Method(bare=text, accelerate=text, **more)
+
+
 METHODS: dict[str, Method] = {
-    "fused_optimizer": Method(
-        _SAME,
-        "fused_optimizer",
-        bare='retime.fuse_optimizer(model, optimizer, mode="backward")',
-        accelerate=f'{_ACCELERATE}.FusedOptimizer(accelerator, model, optimizer, mode="backward")',
-    ),
-    "fused_optimizer_forward": Method(
-        _SAME,
-        "fused_optimizer_forward",
-        bare='retime.fuse_optimizer(model, optimizer, mode="forward")',
-        accelerate=f'{_ACCELERATE}.FusedOptimizer(accelerator, model, optimizer, mode="forward")',
-    ),
+    "fused_optimizer": _fused(_SAME, "fused_optimizer", "backward"),
+    "fused_optimizer_forward": _fused(_SAME, "fused_optimizer_forward", "forward"),
     "ooo_single_device": Method(
         _AT_THREADS,
         "ooo_single_device",
         bare="retime.mechanisms.two_streams.TwoStreamBackward(model)",
         accelerate=f"{_ACCELERATE}.TwoStreams(accelerator, model)",
-        warm_steps=40,  # a search and its profile take 38, and the next step begins by ending it
-        all_cores=True,
+        **_SEARCHED,
     ),
     "ooo_single_device + updates": Method(
         _AT_THREADS,
         "OOOSingleDeviceStrategy",
         {"fuse_updates": True},
         bare="retime.mechanisms.two_streams.TwoStreamBackward(model, optimizer=optimizer)",
-        warm_steps=40,  # a search and its profile take 38, and the next step begins by ending it
-        all_cores=True,
+        **_SEARCHED,
     ),
-    "CPUMemoryPool": Method(
-        _SAME,
-        callback="CPUMemoryPool",
-        bare="with retime.CPUMemoryPool():  # around the loop",
-        accelerate="with retime.CPUMemoryPool():  # around the loop",
-        own_memory=True,
+    "CPUMemoryPool": _alike(
+        "with retime.CPUMemoryPool():  # around the loop", result=_SAME, callback="CPUMemoryPool", own_memory=True
     ),
-    "convert (scan modules)": Method(
-        _ROUNDING, callback="ParallelScanBackward", bare="retime.convert(model)", accelerate="retime.convert(model)"
-    ),
+    "convert (scan modules)": _alike("retime.convert(model)", result=_ROUNDING, callback="ParallelScanBackward"),
     "ooo_pipeline": Method(
         _ROUNDING,
         "ooo_pipeline",
@@ -140,29 +144,27 @@ METHODS: dict[str, Method] = {
         ranks=True,
         warm_steps=10,
     ),
-    "fused_optimizer_ddp": Method(
-        "as ddp",
-        "fused_optimizer_ddp",
-        bare='retime.fuse_optimizer(model, optimizer, mode="backward")  # model in DistributedDataParallel',
-        accelerate=f'{_ACCELERATE}.FusedOptimizer(accelerator, model, optimizer, mode="backward")',
-        ranks=True,
-        over_ddp=True,
-    ),
+    "fused_optimizer_ddp": _fused("as ddp", "fused_optimizer_ddp", "backward", **_OF_RANKS),
     "cpu_accumulate_ddp": Method(
         _LIKE_DDP,
         "cpu_accumulate_ddp",
-        bare=f"{_ON_HOST}.BucketReduction(model, {_ON_HOST}.HostReducer())",
+        bare=_HOST_SUMS,
         accelerate=f"{_ACCELERATE}.CPUAccumulate(accelerator, model)",
-        ranks=True,
-        over_ddp=True,
+        **_OF_RANKS,
+    ),
+    "cpu_accumulate_ddp + updates": Method(
+        _LIKE_DDP,
+        "CPUAccumulateStrategy",
+        {"update_on_host": True},
+        bare=f"reduction = {_HOST_SUMS}; {_ON_HOST}.HostUpdate(optimizer, reduction.parameters)",
+        **_OF_RANKS,
     ),
     "ooo_ddp": Method(
         _LIKE_DDP,
         "ooo_ddp",
         bare="retime.mechanisms.out_of_order.OutOfOrderDataParallel(model, optimizer)",
         accelerate=f"{_ACCELERATE}.OutOfOrderDataParallel(accelerator, model, optimizer)",
-        ranks=True,
-        over_ddp=True,
+        **_OF_RANKS,
         warm_steps=64,
     ),
 }
@@ -187,18 +189,81 @@ def memory_budget(budget_bytes: int) -> Method:
     )
 
 
+def memory_budget_ddp(budget_bytes: int) -> Method:
+    """The method for so many bytes of each rank."""
+    one = memory_budget(budget_bytes)
+    bare = one.bare.replace("BudgetedStep", "BudgetedDataParallelStep")
+    return replace(one, strategy="MemoryBudgetDDPStrategy", bare=bare, **_OF_RANKS)
+
+
+def scan_sequential(names: Sequence[str]) -> Method:
+    """The method for chains of these names, of which the model itself is ""."""
+    swap = "model.set_submodule({0!r}, retime.ScanSequential.of(model.get_submodule({0!r})))"
+    bare = "; ".join(swap.format(one) if one else "model = retime.ScanSequential.of(model)" for one in names)
+    return _alike(bare, result=_ROUNDING, callback="ScanChains", before=f"{bare}; ")
+
+
+NAMES = (*METHODS, "ScanSequential", "memory_budget", "memory_budget_ddp")
+"""Of all methods; those of budgets are tried with some."""
+
+
+def methods_for(peak_bytes: int, memory_bytes: int | None, chains: Sequence[str]) -> dict[str, Method]:
+    """Return all methods by name: budgets are shares of the plain step's peak, or the memory that there is."""
+    budgets = {f"{share} % of peak": max(1, peak_bytes * share // 100) for share in (50, 25)}
+    budgets = budgets if memory_bytes is None else {"--memory": memory_bytes}
+    name, size = next(iter(budgets.items()))
+    return {
+        **METHODS,
+        "ScanSequential": scan_sequential(chains),
+        **{f"memory_budget, {name}": memory_budget(size) for name, size in budgets.items()},
+        f"memory_budget_ddp, {name.removesuffix(' of peak')}": memory_budget_ddp(size),
+    }
+
+
+def chains_in(model: nn.Module) -> dict[str, nn.Sequential]:
+    """Each torch.nn.Sequential that is no layer of another one, by name."""
+    found = {name: one for name, one in model.named_modules() if type(one) is nn.Sequential}
+    return {name: one for name, one in found.items() if not name or name.rpartition(".")[0] not in found}
+
+
+class ScanChains(Callback):
+    """Lets all chains of a module run as a `ScanSequential`, in half of the memory that is free. Cannot be undone."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._scans = [retime.ScanSequential.of(chain) for chain in chains_in(pl_module).values()]
+        for chain, scan in zip(chains_in(pl_module).values(), self._scans, strict=True):
+            chain.forward = scan.forward  # type: ignore[method-assign]  # it stays who it is, for those that call it
+        self._free = min(parse_budget("50%", "cpu"), psutil.virtual_memory().available // 2)
+        most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data + self._free, most))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 0 and not any(scan.report().scanned for scan in self._scans):
+            plain = [f"{layer} {why}" for scan in self._scans for layer, why in scan.report().plain.items()]
+            why = plain[0] if plain else "no torch.nn.Sequential is called as a whole"
+            warn_no_effect(f"ScanSequential has no effect on these steps: {why}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, MemoryError) or "can't allocate memory" in str(exception):
+            raise MemoryError(
+                f"its layers' Jacobians need more than {show_bytes(self._free)}, half of what is free"
+            ) from exception
+
+    def report(self) -> str:
+        """Return the chains' reports, in one line."""
+        return "; ".join(scan.report().one_line for scan in self._scans)
+
+
 class Turns(Callback):
     """Stops a fit between two steps until the next request comes, and answers with what the steps since took.
 
     A step is the time from one optimizer step's end to the next one's, so that what a method moves into the next
     forward pass counts.
 
-    Args:
-        before_bytes: resident before training, without the model and the batch.
-        record: texts of the package's warnings, filled while training goes on.
-        facts: go with the first answer.
-        callbacks: of the method; the first has its report, else the strategy.
-        of_report: what else of that report goes with each answer.
+    `before_bytes` are resident before training, without the model and the batch. `record` is filled with the package's
+    warnings meanwhile. The first of the method's callbacks has its report, else the strategy.
     """
 
     def __init__(
@@ -349,17 +414,6 @@ def fit_in_turns(
     raise RuntimeError("training ended by itself: the module stops it, by max_steps or trainer.should_stop")
 
 
-class _Step(nn.Module):
-    """The whole step as the forward pass of a module, so that layers inside of it can be timed."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.model, self._loss = model, loss
-
-    def forward(self, batch: Any) -> Any:
-        return self._loss(batch)
-
-
 def _fit(request: dict[str, Any]) -> None:
     """Train by `request["method"]`; it answers from inside of the fit, which does not return."""
     if request["keep_heap"]:
@@ -404,16 +458,19 @@ def _facts(model: nn.Module, batch: Any) -> dict[str, Any]:
         _listen(record)
         if retime.convert(model).swapped:
             retime.convert_back(model)
+    kind, chains = type(model).__name__, [*chains_in(model)]
     try:
         samples = samples_in(batch)
     except (TypeError, ValueError):  # a batch of the user's own kind
         samples = 0
     return {
-        "model": type(model).__name__,
+        "model": kind,
         "is_lightning": isinstance(model, LightningModule),
         "parameters": sum(one.numel() for one in model.parameters()),
         "samples": samples,
         "no_scan": record[0][1] if record else "",
+        "chains": chains,
+        "no_chain": "" if chains else f"{kind} has no torch.nn.Sequential, so there is no chain of layers to scan",
     }
 
 
@@ -421,7 +478,7 @@ def _layers(request: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of F, O and W of each layer, timed alone, and its gradient's bytes."""
     torch.set_num_threads(request["threads"])
     job = job_of(argparse.Namespace(**request["job"], accumulate=1), request["words"])
-    times = layer_times(_Step(job.model, job.loss), job.batch)
+    times = layer_times(Supervised(job), job.batch)
     return {"layers": [(one.forward_ms, one.output_ms, one.weight_ms, one.bytes) for one in times]}
 
 

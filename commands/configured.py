@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from lightning.pytorch import LightningDataModule, LightningModule
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from yaml import YAMLError  # type: ignore[import-untyped]  # comes with OmegaConf, without types
 
@@ -50,19 +51,20 @@ def _blocks(file: Path, overrides: Sequence[str], device: str) -> dict[str, Any]
     """The parts of a configuration that a plan needs; interpolations elsewhere in it may need a running Hydra."""
     hardware = {"name": "cuda" if device.startswith("cuda") else "cpu"}
     settings = OmegaConf.merge({"hardware": hardware}, _composed(file, overrides))
-    blocks = {key: OmegaConf.select(settings, key) for key in _BLOCKS}
-    return {
-        key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        for key, value in blocks.items()
-    }
+    blocks: dict[str, Any] = {}
+    try:
+        for key in _BLOCKS:
+            value = OmegaConf.select(settings, key)
+            whole = {"resolve": True, "throw_on_missing": True}
+            blocks[key] = OmegaConf.to_container(value, **whole) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"--config {file}: {error.full_key}: {why}; write it there, or override it") from error
+    return blocks
 
 
 def _composed(file: Path, overrides: Sequence[str]) -> Any:
-    """The configuration as Hydra puts it together: defaults, groups in the file's folder, overrides.
-
-    Raises:
-        ValueError, OSError: Hydra cannot read it, or does not know what is overridden.
-    """
+    """The configuration as Hydra puts it together: defaults, groups in the file's folder, overrides."""
     if not file.is_file():
         raise FileNotFoundError(f"--config {file}: there is no such file")
     if file.suffix != ".yaml":

@@ -71,6 +71,9 @@ def given_by(options: argparse.Namespace, words: Sequence[str]) -> Given:
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch}: give 1 or more")
     given = _from_config(options, words) if options.config else _from_reference(options, words)
+    if not any(one.requires_grad for one in given.model.parameters()):
+        kind = type(given.model).__name__
+        raise ValueError(f"{kind} has no parameters to train: give it some, or requires_grad_() to those that it has")
     if isinstance(given.model, LightningModule):
         kind = type(given.model).__name__
         if not is_overridden("training_step", given.model):
@@ -96,12 +99,15 @@ def job_of(options: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 class Supervised(LightningModule):
-    """A plain nn.Module with its loss and its optimizer, for a Trainer."""
+    """A model with its loss and its optimizer, for a Trainer; its forward pass is the whole step's."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.model = job.model
         self._job_loss, self._made = job.loss, job.optimizers
+
+    def forward(self, batch: Any) -> Any:
+        return self._job_loss(batch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self._job_loss(batch)
@@ -144,23 +150,12 @@ def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Given:
         raise ValueError(f"{' '.join(words)!r} names no model: write package.module:function, or give --config FILE")
     (reference,) = words
     model, batch = _called(reference, options.batch)
-    if next(model.parameters(), None) is None:
-        raise ValueError(f"{reference} returned a {type(model).__name__} that has no parameters to train")
     model = model.to(options.device).train()
-    return Given(model, _on(options.device, _first_batch(batch)), _named_optimizer(options))
+    return Given(model, _first_batch(batch, options.device), _named_optimizer(options))
 
 
 def _called(reference: str, batch_size: int | None) -> tuple[nn.Module, Any]:
-    """The model and the batch that the function returns.
-
-    Args:
-        reference: `package.module:function`.
-        batch_size: given to the function, which has to take it; None lets the function choose.
-
-    Raises:
-        ValueError: the text names no such function, or it returns something else.
-        Exception: whatever the module or the function raises.
-    """
+    """The model and the batch that the function returns, with a batch size that it then has to take."""
     function = _function(reference)
     takes = inspect.signature(function).parameters
     needed = [name for name, one in takes.items() if one.default is one.empty and one.kind not in _STARRED]
@@ -173,7 +168,8 @@ def _called(reference: str, batch_size: int | None) -> tuple[nn.Module, Any]:
     if isinstance(result, LightningModule) and is_overridden("train_dataloader", result):
         result = result, result.train_dataloader()
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
-        raise ValueError(f"{reference} returned a {type(result).__name__}: return (model, batch)")
+        kinds = ", ".join(type(one).__name__ for one in (result if isinstance(result, tuple) else (result,)))
+        raise ValueError(f"{reference} returned ({kinds}): return (model, batch)")
     return result
 
 
@@ -202,28 +198,21 @@ def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> Given
 
     named = _named_optimizer(options)
     model, data, configured = from_config(options.config, overrides, options.device, options.batch, named is not None)
-    return Given(model, _on(options.device, _first_batch(data)), named or configured)
+    return Given(model, _first_batch(data, options.device), named or configured)
 
 
-def _first_batch(data: Any) -> Any:
-    """First batch of a LightningDataModule or a loader; anything else is a batch."""
+def _first_batch(data: Any, device: torch.device | str) -> Any:
+    """First batch of a LightningDataModule or a loader, on a device; anything else is a batch."""
+    batch = next(iter(data)) if isinstance(data, DataLoader) else data
     if isinstance(data, LightningDataModule):
         data.prepare_data()
         data.setup("fit")
-        return next(iter(data.train_dataloader()))
-    return next(iter(data)) if isinstance(data, DataLoader) else data
-
-
-def _on(device: torch.device | str, batch: Any) -> Any:
+        batch = next(iter(data.train_dataloader()))
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def _named_optimizer(options: argparse.Namespace) -> Make | None:
-    """Optimizer that `--optimizer` names, with a learning rate, which every optimizer takes and no plan depends on.
-
-    Raises:
-        ValueError: it names no optimizer.
-    """
+    """Optimizer that `--optimizer` names, with a learning rate, which every optimizer takes and no plan depends on."""
     if not options.optimizer:
         return None
     module, _, name = options.optimizer.rpartition(".")
@@ -262,15 +251,12 @@ def _lightning_job(given: Given) -> Job:
     """By its own training step, with its own optimizers where it makes some; gradients as the Trainer has them."""
     model = given.model
     assert isinstance(model, LightningModule)
+    steps = _StandIn.estimated_stepping_batches
     with quiet():
-        model.trainer = _StandIn(
-            accelerator="cpu", logger=False, barebones=True, max_steps=_StandIn.estimated_stepping_batches
-        )
-    optimizers: list[torch.optim.Optimizer] = []
+        model.trainer = _StandIn(accelerator="cpu", logger=False, barebones=True, max_steps=steps)
+    optimizers = [given.optimizer(model.parameters())] if given.optimizer else []
     if is_overridden("configure_optimizers", model):
         optimizers = optimizers_in(model.configure_optimizers())
-    elif given.optimizer:
-        optimizers = [given.optimizer(model.parameters())]
     kept = is_overridden("optimizer_zero_grad", model)  # it may leave zeros
     return Job(model, given.batch, _training_step(model), optimizers, "kept" if kept else "freed after forward")
 

@@ -105,16 +105,8 @@ def _planned(
     save: Path | None = None,
 ) -> PlannedShape:
     device = next(job.model.parameters()).device
-    step = BudgetedStep(
-        job.model,
-        job.optimizers,
-        budget_bytes,
-        parse_host(host, device),
-        batchnorm=batchnorm,
-        gradients=job.gradients,
-        say=say,
-        **data_parallel,
-    )
+    how: dict[str, Any] = {"batchnorm": batchnorm, "gradients": job.gradients, "say": say, **data_parallel}
+    step = BudgetedStep(job.model, job.optimizers, budget_bytes, parse_host(host, device), **how)
     try:
         shape = step.plan(job.loss, job.batch)
         if save is not None:
@@ -178,13 +170,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--budget", default="90%", help="bytes, '8GiB' or '90%%' of the device (default)")
     command.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches whose gradients add up")
     command.add_argument("--ddp", action="store_true", help="one rank of DDP, with its buckets and gloo's sums")
-    command.add_argument(
-        "--gradient-as-bucket-view", action="store_true", help="with --ddp: DDP's argument of that name"
-    )
+    of_ddp = "with --ddp: DDP's argument of that name"
+    command.add_argument("--gradient-as-bucket-view", action="store_const", const=True, help=of_ddp)
     command.add_argument("--ranks", type=int, metavar="N", help="with --ddp: on one machine (default 2)")
-    command.add_argument(
-        "--bucket-cap-mb", type=float, metavar="MIB", help="with --ddp: DDP's argument of that name (default 25)"
-    )
+    command.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help=f"{of_ddp} (default 25)")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the plan, to be given as plan=FILE")
     command.add_argument("--device", default="cpu")
     command.add_argument("--host", help="where activations go: 'memory' or 'disk:FOLDER'")
@@ -197,14 +186,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def _check_ranks(options: argparse.Namespace) -> int:
     """Processes that share the machine."""
     if not options.ddp:
-        given = {
-            "--gradient-as-bucket-view": options.gradient_as_bucket_view or None,
-            "--ranks": options.ranks,
-            "--bucket-cap-mb": options.bucket_cap_mb,
-        }
-        named = next((name for name, value in given.items() if value is not None), None)
-        if named:
-            raise ValueError(f"{named} is about DDP: give --ddp too")
+        for name in ("gradient_as_bucket_view", "ranks", "bucket_cap_mb"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is about DDP: give --ddp too")
         return 1
     if options.ranks is not None and options.ranks < 1:
         raise ValueError(f"--ranks {options.ranks}: give 1 or more")

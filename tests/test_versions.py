@@ -9,14 +9,14 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PAGE = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (`.*?) \|$", re.MULTILINE)
 COLUMNS = ("combination", "python", "torch", "lightning", "accelerate", "transformers", "smoke set", "day")
 
 
 def passed() -> list[dict[str, str]]:
     """The rows of the page that the matrix writes."""
-    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
-    return [dict(zip(COLUMNS, row.split(" | "), strict=True)) for row in ROW.findall(page)]
+    return [dict(zip(COLUMNS, row.split(" | "), strict=True)) for row in ROW.findall(PAGE)]
 
 
 def test_all_combinations_on_the_page_have_passed() -> None:
@@ -35,6 +35,14 @@ def test_what_is_asked_for_is_what_has_passed() -> None:
         assert (least.major, least.minor) == (oldest.major, oldest.minor), package
         assert least <= oldest
         assert [one for one in versions if one not in asked[package]] == []
+
+
+def test_what_has_no_column_has_passed_at_its_lower_bound() -> None:
+    (line,) = re.findall(r"^The environment of `oldest` had besides: (.*)\.$", PAGE, re.MULTILINE)
+    had = {name: Version(number) for name, number in (one.split(" ") for one in line.split(", "))}
+    asked = map(Requirement, [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["recipes"]])
+    least = {one.name: Version(bound.version) for one in asked for bound in one.specifier if bound.operator == ">="}
+    assert had == {name: bound for name, bound in least.items() if name not in COLUMNS}
 
 
 def test_pythons_that_are_named_have_passed() -> None:

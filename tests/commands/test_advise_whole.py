@@ -17,7 +17,7 @@ import pytest
 
 from retime.commands import advise_turns
 from retime.commands.advise_turns import Limit, MethodError, Running
-from retime.commands.advise_worker import METHODS, PLAIN, serve
+from retime.commands.advise_worker import METHODS, PLAIN, methods_for, serve
 from retime.commands.main import main
 from support.time_limits import limit_s
 
@@ -133,9 +133,10 @@ def test_ranks_that_hang_are_ended(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_ranks(folder: Path) -> None:
-    limit = Limit(limit_s(120))
-    with closing(Running(serve, request_of("small", METHODS["cpu_accumulate_ddp"], 2), {}, 2, limit)) as running:
+@pytest.mark.parametrize("name", ["cpu_accumulate_ddp + updates", "memory_budget_ddp, --memory"])
+def test_two_ranks(folder: Path, name: str) -> None:
+    limit, method = Limit(limit_s(120)), methods_for(0, 2**20, [])[name]
+    with closing(Running(serve, request_of("small", method, 2), {}, 2, limit)) as running:
         answer = running.steps(limit, 3)
         assert len(answer["ms"]) == 3
         assert len(answer["spans"]) == 2
@@ -144,7 +145,7 @@ def test_two_ranks(folder: Path) -> None:
 @pytest.mark.long
 def test_a_whole_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(advise_turns, "_BLOCK_MS", 30.0)
-    tried = ("fused_optimizer", "convert (scan modules)", "memory_budget")
+    tried = ("fused_optimizer", "convert (scan modules)", "memory_budget", "ScanSequential")
     only = [word for name in tried for word in ("--only", name)]
     files = ("--json", "advice.json", "--html", "advice.html")
     options = ("--seconds", str(limit_s(120)), "--memory", "1GiB")  # one budget, and not two by the plain step's peak
@@ -155,6 +156,9 @@ def test_a_whole_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert {row["name"].partition(",")[0] for row in whole["methods"]} == set(tried)
     assert {row["verdict"] for row in whole["methods"]} >= {"does not apply"}
     assert next(row["gain"] for row in whole["methods"] if row["name"] == "fused_optimizer")
+    (scans,) = [row for row in whole["methods"] if row["name"] == "ScanSequential"]
+    assert scans["report"].startswith("parallel-scan backward: 3 layers in 1 scans")
+    assert scans["trainer"].startswith("model.set_submodule('net', retime.ScanSequential.of(")
     assert out.splitlines()[-1].startswith("Trainer(")
     assert max(map(len, out.splitlines())) <= 100
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [

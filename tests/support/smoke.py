@@ -2,14 +2,15 @@
 
     python -P tests/support/smoke.py [--json FILE]
 
-It needs nothing but the package, and tries Accelerate and transformers where they are installed. A line a check says
-whether the weights have the plain ones' bits, or how far off they are where rounding is what is promised.
+It needs nothing but the package, and tries Accelerate, transformers and a recipe where these are installed. A line a
+check says whether weights and logs have the plain ones' bits, or how far off they are where rounding is promised.
 """
 
 import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -27,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 import retime
 from retime.commands.main import main as command
@@ -38,7 +40,8 @@ from retime.foundations.cpu_pool import MemoryPool
 from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.strategies import STRATEGIES
 
-PACKAGES = ("torch", "lightning", "accelerate", "transformers", "lightning-retime")
+OTHERS = ("torchmetrics", "psutil", "hydra-core", "matplotlib", "rich", "scikit-learn", "numpy")
+PACKAGES = ("torch", "lightning", "accelerate", "transformers", "lightning-retime", *OTHERS)
 ROUNDING = 1e-5
 """Relative and absolute, for what is promised up to rounding."""
 PROMISED_UP_TO_ROUNDING = ("ooo_single_device",)
@@ -51,12 +54,13 @@ Check = Callable[[], tuple[Weights, Weights, float]]
 
 
 class Net(LightningModule):
-    """Four layers; with `recurrent` a GRU before them."""
+    """Four layers; with `recurrent` a GRU before them. Logs by an object of torchmetrics, which a bare loop ignores."""
 
     def __init__(self, recurrent: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.recurrent = nn.GRU(8, 8, batch_first=True) if recurrent else None
+        self.accuracy = MulticlassAccuracy(num_classes=4)
         sizes = (8, 32, 32, 32, 4)
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(i, o), nn.Tanh()) for i, o in pairwise(sizes)))
 
@@ -67,16 +71,19 @@ class Net(LightningModule):
         return out
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+        out = self(batch[0])
+        self.accuracy(out, batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return nn.functional.cross_entropy(out, batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def data() -> DataLoader[Any]:
+def data(batch_size: int = 8) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(64, 8, generator=generator), torch.randint(4, (64,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=8)
+    x, y = torch.randn(8 * batch_size, 8, generator=generator), torch.randint(4, (8 * batch_size,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
 def weights_of(model: nn.Module) -> Weights:
@@ -94,25 +101,17 @@ def environment_as_before() -> Iterator[None]:
         os.environ.update(before)
 
 
-def fit(
-    strategy: Any = "auto", devices: int = 1, callbacks: tuple[Callback, ...] = (), convert: bool | None = None
-) -> Weights:
-    """Train by Lightning; with `convert` given the model is recurrent, and converted or not."""
+def fit(strategy: Any = "auto", convert: bool | None = None, batch_size: int = 8, **options: Any) -> Weights:
+    """Weights and log of training by Lightning; with `convert` the model is recurrent, and converted or not."""
     model = Net(recurrent=convert is not None)
     if convert:
         retime.convert(model)
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     with environment_as_before():
-        Trainer(
-            accelerator="cpu",
-            devices=devices,
-            strategy=strategy,
-            callbacks=list(callbacks),
-            max_epochs=2,
-            logger=False,
-            **quiet,
-        ).fit(model, data())
-    return weights_of(model)
+        how = {"accelerator": "cpu", "devices": 1, "strategy": strategy, "max_epochs": 2, "logger": False}
+        trainer = Trainer(**{**how, **quiet, **options})
+        trainer.fit(model, data(batch_size))
+    return [*weights_of(model), trainer.callback_metrics["accuracy"]]
 
 
 @cache
@@ -142,7 +141,7 @@ def loop(prepare: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> tuple[We
             optimizer.step()
             optimizer.zero_grad()
     prepared.remove()
-    return weights_of(model), plain(), 0.0
+    return weights_of(model), plain()[:-1], 0.0
 
 
 def pool() -> tuple[Weights, Weights, float]:
@@ -150,7 +149,7 @@ def pool() -> tuple[Weights, Weights, float]:
     if not own.install():
         raise RuntimeError(own.why_not)
     own.remove()
-    return fit(callbacks=(retime.CPUMemoryPool(),)), plain(), 0.0
+    return fit(callbacks=[retime.CPUMemoryPool()]), plain(), 0.0
 
 
 def with_accelerate(door: str, **options: Any) -> tuple[Weights, Weights, float]:
@@ -220,6 +219,15 @@ def planned() -> tuple[Weights, Weights, float]:
     return [torch.tensor(status)], [torch.tensor(0)], 0.0
 
 
+def recipe() -> tuple[Weights, Weights, float]:
+    """Two steps of a recipe that loads digits, and makes tables and a picture."""
+    short = ("experiment=bppsa_fig6", "steps=2", "evaluate_every=1", "precisions=[float32]")
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-P", "-m", "retime.recipes", *short], cwd=folder, check=True)
+        pictures = [*Path(folder).rglob("result.png")]
+    return [torch.tensor(len(pictures))], [torch.tensor(1)], 0.0
+
+
 def checks() -> dict[str, Check]:
     """Those on two ranks come first: they fork this process, before it has started threads of its own."""
     found: dict[str, Check] = {}
@@ -228,9 +236,11 @@ def checks() -> dict[str, Check]:
     for name, *_ in (one for one in STRATEGIES if not one[2]):
         near = ROUNDING if name in PROMISED_UP_TO_ROUNDING else 0.0
         found[name] = lambda name=name, near=near: (fit(name), plain(), near)
+    parts, large = retime.MemoryBudgetStrategy("600KiB"), {"batch_size": 2048}  # which is too much for the whole batch
     found |= {
+        "MemoryBudgetStrategy, in parts": lambda: (fit(parts, **large), fit(**large), ROUNDING),
         "OOOSingleDeviceStrategy": lambda: (fit(retime.OOOSingleDeviceStrategy(threads=(1, 1))), plain(), 0.0),
-        "FuseOptimizer": lambda: (fit(callbacks=(retime.FuseOptimizer(),)), plain(), 0.0),
+        "FuseOptimizer": lambda: (fit(callbacks=[retime.FuseOptimizer()]), plain(), 0.0),
         "CPUMemoryPool": pool,
         "retime plan": planned,
         "convert": lambda: (fit(convert=True), fit(convert=False), ROUNDING),
@@ -250,6 +260,8 @@ def checks() -> dict[str, Check]:
             "transformers, forward fusion": lambda: with_transformers("FusedOptimizer", mode="forward"),
             "transformers, memory budget": lambda: with_transformers("MemoryBudget", "1GiB"),
         }
+    if all(find_spec(module) for module in ("hydra", "matplotlib", "rich", "sklearn", "transformers")):
+        found["recipe"] = recipe
     return found
 
 
