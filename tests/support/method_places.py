@@ -3,7 +3,7 @@
     python tests/support/method_places.py
 
 With all that is WRITTEN, and what COMMAND draws, CHECKS pass. Without what is written into any one of the files a check
-fails, so each must be touched. A folder counts as one place, whatever is written in it.
+fails, so each must be touched. A folder of the root counts as one place, whatever is written in it.
 """
 
 import os
@@ -32,6 +32,9 @@ class ToyStrategy(SingleDevice):
 STEP = '"""Toy step."""\n\n\nclass ToyStep:\n    """Step that does nothing."""\n' + "\n" * 100  # a station of its own
 FACE = '"""Toy."""\n\nfrom retime.mechanisms.toy.step import ToyStep\n\n__all__ = ["ToyStep"]\n'
 ROW = "| `toy_method` | `ToyStrategy` | same bits | [toy](../mechanisms/toy/README.md) |\n"
+PLAIN = (ROOT / "examples" / "lightning" / "plain.py").read_text("utf-8")
+EXAMPLE = PLAIN.replace("\n\n\nclass", "\n\nimport retime  # retime\n\n\nclass", 1)
+EXAMPLE = EXAMPLE.replace("        logger=", '        strategy="toy_method",  # retime\n        logger=', 1)
 LAST = "OOOSingleDeviceStrategy"
 WRITTEN = (
     ("mechanisms/toy/__init__.py", "", FACE),
@@ -44,19 +47,33 @@ WRITTEN = (
     ("foundations/compatibility.py", "hook of one's own\"\n", '    TOY = "a toy"\n'),
     ("foundations/compatibility.py", "_RIGHTS = {\n", "    Mechanism.TOY: _Rights(frozenset()),\n"),
     ("docs/start.md", "| result | card |\n|---|---|---|---|\n", ROW),
+    ("docs/examples.md", "|---|---|---|---|---|\n", "| nothing | [toy](../examples/lightning/toy.py) | | | |\n"),
+    ("examples/lightning/toy.py", "", EXAMPLE),
+    (
+        "commands/advise_worker.py",
+        "str, Method] = {\n",
+        '    "toy_method": Method(_SAME, "toy_method", bare="ToyStep()"),\n',
+    ),
     ("tests/contract/rows.py", "\nSTRATEGIES = [\n", '    Row("toy_method", lambda _: "toy_method"),\n'),
 )
 """A file, the text there that the addition follows (none: the file is new), and the addition."""
 FILES = tuple(dict.fromkeys(name for name, *_ in WRITTEN))
-UNASKED = ("tests/mechanisms/toy/", "commands/advise_worker.py", "CHANGELOG.md")
+UNASKED = ("tests/mechanisms/toy/", "CHANGELOG.md")
 """Places that CONTRIBUTING.md asks for, and no check."""
-NAMES = ("tests/strategies/test_strategies.py", "tests/test_documentation.py", "-k", "names or cards")
+OF_DOORS = ("tests/test_examples.py", "tests/commands/test_advise.py")
+NAMES = (
+    "tests/strategies/test_strategies.py",
+    "tests/test_documentation.py",
+    *OF_DOORS,
+    "-k",
+    "names or cards or each_",
+)
 """Checks one of which fails without any place."""
 CHECKS = (
     *("tests/test_import_rules.py", "tests/test_floors.py", "tests/foundations/test_compatibility.py"),
     *("tests/test_docstrings.py", "tests/test_public_arguments.py", "tests/strategies/test_strategies.py"),
-    *("tests/test_documentation.py", "tests/contract/test_contract.py", "-k"),
-    "names or cards or links or tables or rules or face or drawn or Toy or toy_method-accumulate_with",
+    *("tests/test_documentation.py", "tests/contract/test_contract.py", *OF_DOORS, "-k"),
+    "names or cards or links or tables or rules or face or drawn or Toy or toy or each_ or toy_method-accumulate_with",
 )
 
 
@@ -98,10 +115,10 @@ class Copy:
 
 
 def places() -> list[str]:
-    """Return the files to touch; those in one folder are one place."""
+    """Return the files to touch; those in one folder of the root are one place."""
     by_folder: dict[str, str] = {}
     for name in (*FILES, *UNASKED):
-        folder = name.rpartition("/")[0]
+        folder = name.partition("/")[0]
         by_folder[folder] = f"{folder}/" if folder in by_folder else name
     return list(by_folder.values())
 
