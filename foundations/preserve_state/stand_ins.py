@@ -79,7 +79,7 @@ class Replacement:
         convert_other: makes one for any other tensor that modules hold.
 
     Attributes:
-        stand_ins: all so far.
+        stand_ins: all so far; tensors of TorchScript modules stand for themselves.
     """
 
     def __init__(self, convert: Callable[[Tensor], Tensor], convert_other: Callable[[Tensor], Tensor]) -> None:
@@ -133,10 +133,10 @@ class Replacement:
         if id(tensor) not in self._known:
             stand_in = self._known[id(tensor)] = make(tensor)
             self._originals.append(tensor)
+            self.stand_ins.append(stand_in)
             if stand_in is not tensor:
                 stand_in.grad = None
                 self._known[id(stand_in)] = stand_in  # it is found again where optimizers share lists with modules
-                self.stand_ins.append(stand_in)
         return self._known[id(tensor)]
 
 
@@ -299,18 +299,18 @@ class ScratchModel:
     (``Tensor.register_hook``) come along to the copies, as they are a part of the computation. Code under
     ``torch.compile`` runs uncompiled.
 
-    Tensors and generators that the step reaches in other ways come back, see `ExternalTensors`. What else a step
-    changes outside of the model is its caller's to bring back.
+    The step is stopped where it is about to write into tensors that it reaches in other ways, see `ExternalTensors`.
+    What else a step changes outside of the model is its caller's to bring back.
 
     Args:
         dtype: floating-point type of the copies; None leaves each as it is.
         prepare: changes the modules' attributes after each restart; they come back as all others do.
         read_only: copies of parameters share their memory, where ``dtype`` is None: for steps that are known not to
             write into them.
-        step: what will run: names outside of the model that it binds anew are bound as they were again, too.
 
     Raises:
         ValueError: a lazy module has no weights yet, or a module's tensors cannot be replaced.
+        ExternalWriteError: where the context ends, if the step was about to write outside of the model.
     """
 
     def __init__(
@@ -320,12 +320,11 @@ class ScratchModel:
         prepare: Callable[[], None] | None = None,
         *,
         read_only: bool = False,
-        step: Callable[[Any], Any] | None = None,
     ) -> None:
         lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
         if lazy:
             raise ValueError(f"parameter {lazy[0]} has no shape yet: run the model once before it is probed")
-        self._saved = SavedState(model, step)
+        self._saved = SavedState(model)
         if reason := why_not_replaced(model, self._saved.reachable):
             raise ValueError(reason)
         self._model = model
@@ -339,7 +338,7 @@ class ScratchModel:
     def __enter__(self) -> ScratchModel:
         self._around.callback(self._put_back)
         self._around.enter_context(uncompiled())
-        self._around.enter_context(self._outside.put_back_after())
+        self._around.enter_context(self._outside.preserved(bindings=False))
         try:
             self._swap()
         except BaseException:
@@ -347,8 +346,8 @@ class ScratchModel:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._around.close()
+    def __exit__(self, *failure: Any) -> None:
+        self._around.__exit__(*failure)
 
     def restart(self) -> None:
         """Begin anew: fresh copies, and all random generators at the same seed."""
@@ -372,20 +371,13 @@ class ScratchModel:
         return changed
 
     def numbers(self) -> dict[tuple[int, str], float]:
-        """Values of modules' attributes, and of names that the step binds, where they are numbers now."""
-        numbers = {} if self._saved.names is None else self._saved.names.numbers()
-        for module in self._model.modules():
-            named = vars(module).items()
-            numbers |= {(id(module), name): value for name, value in named if type(value) in (int, float)}
-        return numbers
+        """Values of modules' attributes, where they are numbers now."""
+        named = ((id(module), name, value) for module in self._model.modules() for name, value in vars(module).items())
+        return {(key, name): value for key, name, value in named if type(value) in (int, float)}
 
     def bind(self, key: tuple[int, str], value: float) -> None:
         """Another number there, until the next restart."""
-        module = next((one for one in self._model.modules() if id(one) == key[0]), None)
-        if module is not None:
-            module.__dict__[key[1]] = value
-        elif self._saved.names is not None:
-            self._saved.names.bind(key, value)
+        next(one for one in self._model.modules() if id(one) == key[0]).__dict__[key[1]] = value
 
     def _swap(self) -> None:
         seed_all()
