@@ -8,7 +8,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -71,11 +71,10 @@ _CONTAINERS = (list, dict, set, deque, types.SimpleNamespace)
 _METHODS = {"append", "appendleft", "extend", "insert", "pop", "popleft", "clear", "add", "discard", "update"}
 _METHODS |= {"remove", "setdefault", "popitem"}
 _GLOBAL, _ENCLOSING = ("STORE_GLOBAL", "DELETE_GLOBAL"), ("STORE_DEREF", "DELETE_DEREF")
-_LOADS = ("LOAD_GLOBAL", "LOAD_DEREF")
+_END = (("", None, None), ("", None, None))
 _ASKED = {"forward", "training_step", "compute_loss"}
 """Methods that frameworks call; all others are looked into where code that is looked into has their name."""
-_NOT_ASKED = {"__init_subclass__", "__class_getitem__", "__set_name__", "__repr__", "__str__", "__del__", "__copy__"}
-_NOT_ASKED |= {"__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"}
+_NOT_ASKED = {"__init_subclass__", "__class_getitem__", "__set_name__", "__repr__", "__str__", "__del__"}
 
 
 def external_write(step: Any, model: nn.Module) -> ExternalWriteError | None:
@@ -90,9 +89,8 @@ def external_write(step: Any, model: nn.Module) -> ExternalWriteError | None:
         model: what it trains; its attributes may be changed.
     """
     for function in _reached(step, model):
-        outer = {name: _content(cell) for name, cell in _cells(function).items()}
         for code in _codes(function.__code__):
-            if written := _written_by(code, function.__globals__, outer):
+            if (written := _written_by(code, function)) is not None:
                 where = f"{code.co_filename.rpartition('/')[2]}:{written[1]}"
                 return ExternalWriteError(f"changes {written[0]} ({where})", "keep it in an attribute of the model")
     return None
@@ -102,42 +100,32 @@ def _reached(step: Any, model: nn.Module) -> Iterator[types.FunctionType]:
     """Yield the functions of the user's own that a step may call."""
     seen: dict[int, Any] = {}
     waiting: deque[Any] = deque([step, *dict.fromkeys(map(type, model.modules()))])
-    names, unnamed, functions = set(_ASKED), dict[str, list[Any]](), 0
+    names, unnamed, functions = set[Any](_ASKED), dict[Any, list[Any]](), 0
     while waiting and functions < _MOST:
         value = waiting.popleft()
         if id(value) in seen:
             continue
         seen[id(value)] = value
         if isinstance(value, types.FunctionType):
-            ours = root_of(value) == "retime"
-            if root_of(value) in _UNREAD and not ours:
-                continue
-            waiting += map(_content, _cells(value).values())
+            waiting += _enclosed(value).values()
             waiting += [value.__dict__["__wrapped__"]] if "__wrapped__" in value.__dict__ else []
-            if ours:
-                continue  # its closures alone: they hold the user's step
+            if str(value.__globals__.get("__name__")).partition(".")[0] in _UNREAD:  # also of a decorated function
+                continue  # its closures alone: they hold what is the user's
             functions += 1
             yield value
             for code in _codes(value.__code__):
                 waiting += _named(code.co_names, value.__globals__)
-                new = {*code.co_names, *_texts(code)} - names
+                new = {*code.co_names, *(code.co_consts if "getattr" in code.co_names else ())}
                 waiting += [one for name in new for one in unnamed.pop(name, ())]
                 names |= new
         elif isinstance(value, type):
             if root_of(value) not in _UNREAD:
                 waiting += value.__bases__
-                for name, member in _methods(value):
-                    if name in names or (name.startswith("__") and name not in _NOT_ASKED):
-                        waiting.append(member)
-                    else:
-                        unnamed.setdefault(name, []).append(member)
+                for name, method in _methods(value):
+                    asked = name in names or (name.startswith("__") and name not in _NOT_ASKED)
+                    (waiting if asked else unnamed.setdefault(name, [])).append(method)
         else:
             waiting += _held(value)
-
-
-def _texts(code: types.CodeType) -> list[str]:
-    """Return texts in code that asks for attributes by text."""
-    return [one for one in code.co_consts if isinstance(one, str)] if "getattr" in code.co_names else []
 
 
 def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
@@ -178,33 +166,27 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
-    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+def _enclosed(function: types.FunctionType) -> dict[str, Any]:
+    """Return the values of variables of enclosing functions; an empty one has none."""
+    values = dict.fromkeys(function.__code__.co_freevars)
+    for name, cell in zip(values, function.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            values[name] = cell.cell_contents
+    return values
 
 
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty one
-        return None
-
-
-def _written_by(
-    code: types.CodeType, namespace: dict[str, Any], outer: dict[str, Any]
-) -> tuple[str, int | None] | None:
-    """Return what code changes outside of its own function, and in which line."""
-    instructions = _instructions(code)
+def _written_by(code: types.CodeType, function: types.FunctionType) -> tuple[str, int | None] | None:
+    """Return what code in a function changes outside of it, and in which line."""
+    instructions, namespace, outer = _instructions(code), function.__globals__, _enclosed(function)
     for number, (name, value, line) in enumerate(instructions):
         if name in _GLOBAL or (name in _ENCLOSING and value in outer):
             return f"the variable {value}", line
-        after, of, then = ("", None, "")
-        if number + 2 < len(instructions):
-            (after, of, _), (then, _, _) = instructions[number + 1 : number + 3]
+        (after, of, _), (then, _, _) = (*instructions[number + 1 : number + 3], *_END)[:2]
         attribute = after in ("STORE_ATTR", "DELETE_ATTR") or (after == "COPY" and then == "LOAD_ATTR")
         if attribute and (value in ("cls", "__class__") or (name == "CALL" and "type" in code.co_names)):
             return "an attribute of a class", line
-        if name in _LOADS:
-            owner = outer.get(value) if name == "LOAD_DEREF" else namespace.get(value)
+        if name in ("LOAD_GLOBAL", "LOAD_DEREF"):
+            owner = (namespace if name == "LOAD_GLOBAL" else outer).get(value)
             method = after in ("LOAD_METHOD", "LOAD_ATTR") and of in _METHODS
             entry = then in ("STORE_SUBSCR", "DELETE_SUBSCR", "COPY")
             if (attribute and _is_external(owner)) or ((method or entry) and isinstance(owner, _CONTAINERS)):
@@ -265,10 +247,7 @@ class ExternalTensors:
 
         Args:
             watched: else only what other runs have used comes back: watching takes time.
-            bindings: as for :meth:`guarded`.
-
-        Raises:
-            ExternalWriteError: see :meth:`guarded`.
+            bindings: see :meth:`guarded`, which also tells what is raised.
         """
         self.begin()
         try:
@@ -310,7 +289,7 @@ class ExternalTensors:
             generator.set_state(state)
 
     def about_to_use(self, leaf: Tensor) -> None:
-        """An operation is given a leaf that asks for a gradient."""
+        """Put the gradient of a leaf aside that an operation is given."""
         if id(leaf) not in self._gradients and self._puts_gradients_aside and self._is_external(leaf):
             self._gradients[id(leaf)] = leaf, leaf.grad
             leaf.grad = None
@@ -321,18 +300,13 @@ class ExternalTensors:
         Raises:
             _Refused: into a tensor that is no stand-in, and that no run has made.
         """
-        if isinstance(written, list | tuple):
-            for one in written:
-                self.about_to_write(one, operation)
-        elif isinstance(written, torch.Generator):
-            if id(written) not in self._states:
-                with without_dispatch_modes():
-                    self._states[id(written)] = written, written.get_state()
-        elif isinstance(written, Tensor) and self._is_external(written):
-            shape = "x".join(map(str, written.shape)) or "one entry"
-            self._refused = ExternalWriteError(
-                f"writes into a tensor of {shape} ({operation} at {users_line()})", "keep it as a buffer of the model"
-            )
+        if isinstance(written, torch.Generator) and id(written) not in self._states:
+            with without_dispatch_modes():
+                self._states[id(written)] = written, written.get_state()
+        for tensor in filter(self._is_external, _tensors(written)):
+            shape = "x".join(map(str, tensor.shape)) or "one entry"
+            what = f"writes into a tensor of {shape} ({operation} at {users_line()})"
+            self._refused = ExternalWriteError(what, "keep it as a buffer of the model")
             raise _Refused
 
     def made(self, out: object, given: Sequence[Any]) -> None:

@@ -219,7 +219,7 @@ def _swapped(reachable: ReachableState, replacement: Replacement) -> Iterator[No
         for container, key in reachable.places:
             if not isinstance(container, dict | Slots):
                 lists.save(container)
-            if _has(container, key):
+            if key in container if isinstance(container, dict | Slots) else key < len(container):
                 value = container[key]
                 before.append((container, key, value))
                 container[key] = replacement.at(value)
@@ -229,10 +229,6 @@ def _swapped(reachable: ReachableState, replacement: Replacement) -> Iterator[No
             if isinstance(container, dict | Slots):
                 container[key] = value
         lists.put_back()
-
-
-def _has(container: Any, key: Any) -> bool:
-    return key in container if isinstance(container, dict | Slots) else key < len(container)
 
 
 @contextmanager
@@ -336,14 +332,12 @@ class ScratchModel:
         self._outside, self._around = ExternalTensors(), ExitStack()
 
     def __enter__(self) -> ScratchModel:
-        self._around.callback(self._put_back)
-        self._around.enter_context(uncompiled())
-        self._around.enter_context(self._outside.preserved(bindings=False))
-        try:
+        with self._around as around:
+            around.callback(self._put_back)
+            around.enter_context(uncompiled())
+            around.enter_context(self._outside.preserved(bindings=False))
             self._swap()
-        except BaseException:
-            self._around.close()
-            raise
+            self._around = around.pop_all()
         return self
 
     def __exit__(self, *failure: Any) -> None:
@@ -399,20 +393,16 @@ class ScratchModel:
         if id(tensor) in self._copies:
             return self._copies[id(tensor)][1]
         dtype = self._dtype if tensor.is_floating_point() else None
-        shared = self._read_only and isinstance(tensor, nn.Parameter)
-        if shared:
+        if self._read_only and isinstance(tensor, nn.Parameter):
             twin = tensor.detach()
         elif dtype is None and id(tensor) not in self._registered:
             twin = lazy_copy(tensor)
         else:
             twin = tensor.detach().to(dtype=dtype, copy=True)
+        twin = _twin(tensor, twin)
         if isinstance(tensor, nn.Parameter):
-            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
             twin.__dict__.update(tensor.__dict__)
-        elif tensor.is_leaf and tensor.requires_grad:
-            twin.requires_grad_()
-        hooks = tensor_hooks(tensor) if tensor.is_leaf else None
-        for hook in (hooks or {}).values():
+        for hook in ((tensor_hooks(tensor) if tensor.is_leaf else None) or {}).values():
             twin.register_hook(hook)  # type: ignore[no-untyped-call]
         self._copies[id(tensor)] = (tensor, twin, version_of(twin))
         return twin

@@ -404,9 +404,9 @@ class FirstSteps:
             undo.put_back()
             outside.put_back()
             self._too_large.add(key)
-            why = f"since {stop}" if isinstance(stop, ExternalWriteError) else "as it may not fit without a plan"
+            why = stop if isinstance(stop, ExternalWriteError) else "it may not fit without a plan"
             self._options.say(
-                f"the first step was stopped in its forward pass, {why}. It runs again: its "
+                f"the first step was stopped in its forward pass, as {why}. It runs again: its "
                 "effects outside of the model and the batch, such as lines in a file, are there twice"
             )
             raise TooMuchAllocated from None

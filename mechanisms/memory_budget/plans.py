@@ -6,7 +6,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -368,31 +367,27 @@ class BatchPlans:
         self._first_step = None
         self._plan_offloaded_first(record.batch)
         is_decided = self.book.find(record) is not None or (self.book and self.options.on_shape_change == "error")
-        begin = partial(self.first.begin, step, record.key, record.batch, record.samples)
+        first = None
+        if not is_decided and self._given is None:
+            may_stop = may_stop and self.options.may_stop
+            first = self.first.begin(step, record.key, record.batch, record.samples, may_stop)
         try:
-            decided = is_decided or self._given is not None
-            first = None if decided else begin(may_stop and self.options.may_stop)
             if first is None:
                 return self.plan(step, record)
         except ExternalWriteError as error:
             if self._given is not None:
                 raise
             self._stop_dry_runs(record, error)
-            first = begin(False)
-            assert first is not None
+            return self.first_or_plan(step, record, may_stop)
         self.memory.limit(record.batch, self.planner.budget_bytes)
         return first
 
     def _stop_dry_runs(self, record: BatchRecord, error: ExternalWriteError) -> None:
         """The step is called no more often than training does from now on, and an earlier plan for this batch goes."""
         self.planner.dry_run = "off"
-        warn_no_effect(
-            "batches run whole, and plans follow from what the first step of each shape saves, as with "
-            f"dry_run='off': {error}",
-            every_rank=True,
-        )
-        shape = self.book.find(record)
-        if shape is not None:
+        said = "batches run whole, and plans follow from what the first step of each shape saves, as with dry_run='off'"
+        warn_no_effect(f"{said}: {error}", every_rank=True)
+        if (shape := self.book.find(record)) is not None:
             self.book.drop(shape.choice.plan)
 
     def plan(self, step: Step, record: BatchRecord) -> PlannedShape:

@@ -338,8 +338,6 @@ def certify(
         return Certificate(None, reason)
     if fixed := why_not_replaced(model):
         return Certificate(None, f"{fixed} in a probe; offload only")
-    if refused := external_write(step, model):
-        return Certificate(None, f"{refused}; offload only")
     total = samples_in(batch, split)
     if total < 2:
         raise ValueError("a batch of 1 sample has no parts to compare: probe with a batch of 2 or more")
@@ -349,6 +347,8 @@ def certify(
         samples = min(samples, _ENOUGH_FOR_BATCHNORM)
     examiner = _Examiner(step, batch, model, min(samples, total), split, layers if ghost else [], read_only)
     try:
+        if (refused := external_write(step, model)) is not None:
+            raise refused
         certificate = examiner.examine(None, given)
     except ExternalWriteError as error:
         return Certificate(None, f"{error}; offload only")

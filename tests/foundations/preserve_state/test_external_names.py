@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from retime.foundations.preserve_state import external_write
@@ -98,6 +100,7 @@ WRITES: dict[str, Any] = {
     "called": lambda batch: count(batch),
     "partial": functools.partial(lambda batch, more: count(batch), more=1),
     "object": lambda batch, one=None: Calling()(batch),
+    "decorated": torch.no_grad()(count),
     "inner function": lambda batch: [count(one) for one in (batch,)],
     "enclosing function": enclosing(),
     "entry of a dict": entry,
@@ -124,6 +127,13 @@ def test_what_is_changed_is_named_with_its_line(name: str) -> None:
     assert any(word in said for word in ("number", "calls", "counts", "seen", "state", "Counter", "a class"))
 
 
+@dataclass
+class Shown:
+    """Python's own code for its text keeps which are under way."""
+
+    one: int
+
+
 class Own(nn.Module):
     """Keeps all in itself, and hooks that no step calls keep something elsewhere."""
 
@@ -137,7 +147,7 @@ class Own(nn.Module):
         self.history.append(number)
         self.by_name["calls"] += 1
         here: list[int] = []
-        total = 0
+        total = len(repr(Shown(1))) and Shown.__repr__(Shown(1)).find("x")
 
         def add(one: int) -> None:
             nonlocal total

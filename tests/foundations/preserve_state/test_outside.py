@@ -173,7 +173,7 @@ def test_a_first_step_that_is_counted_is_stopped_before_it_writes(
     step = BudgetedStep(model, [torch.optim.SGD(model.parameters(), 0.1)], 2**30, HostMemory("cpu"), say=said.append)
     with pytest.warns(NoEffectWarning, match=REFUSED):
         step.run(loss, torch.ones(64, 16))
-    assert any("was stopped in its forward pass, since the step writes into a tensor" in line for line in said)
+    assert any("was stopped in its forward pass, as the step writes into a tensor" in line for line in said)
     plain = Held()
     write(plain, torch.ones(64, 16))
     assert differing(plain.values(), held.values()) == []
