@@ -79,13 +79,13 @@ class Replacement:
         convert_other: makes one for any other tensor that modules hold.
 
     Attributes:
-        stand_ins: all so far; tensors of TorchScript modules stand for themselves.
+        originals, stand_ins: all so far; tensors of TorchScript modules stand for themselves.
     """
 
     def __init__(self, convert: Callable[[Tensor], Tensor], convert_other: Callable[[Tensor], Tensor]) -> None:
         self._convert, self._held = convert, convert_other
         self._known: dict[int, Tensor] = {}
-        self._originals: list[Tensor] = []  # their ids must stay taken
+        self.originals: list[Tensor] = []  # their ids must stay taken
         self.stand_ins: list[Tensor] = []
         self._reachable: tuple[nn.Module, ReachableState] | None = None
 
@@ -119,20 +119,10 @@ class Replacement:
             self._reachable = module, reachable
         return self._reachable[1]
 
-    def trained(self) -> list[Tensor]:
-        """Originals that a backward pass could give a gradient to."""
-        return [tensor for tensor in self._originals if _is_trained(tensor)]
-
-    def forget_gradients(self) -> None:
-        """No stand-in has a gradient any more."""
-        for tensor in self.stand_ins:
-            if _is_trained(tensor):
-                tensor.grad = None
-
     def _of(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         if id(tensor) not in self._known:
             stand_in = self._known[id(tensor)] = make(tensor)
-            self._originals.append(tensor)
+            self.originals.append(tensor)
             self.stand_ins.append(stand_in)
             if stand_in is not tensor:
                 stand_in.grad = None
@@ -202,13 +192,14 @@ def stand_ins(module: nn.Module, replacement: Replacement, trained: Iterable[Ten
         trained: what else a backward pass may give a gradient to, such as parameters of a loss.
     """
     reachable = replacement.reachable(module)
-    beside = [*trained, *replacement.trained()]
+    beside = [*trained, *filter(_is_trained, replacement.originals)]
     with _gradients_put_aside(beside), _values_kept(scripted(reachable)), uncompiled():
         try:
             with _swapped(reachable, replacement):
                 yield
         finally:
-            replacement.forget_gradients()
+            for tensor in filter(_is_trained, replacement.stand_ins):
+                tensor.grad = None
 
 
 @contextmanager
