@@ -363,7 +363,7 @@ class _Watch(ObserverMode):  # type: ignore[no-untyped-call]
             written = args[position] if position < len(args) else kwargs.get(name)
             if name.startswith("running") and _training(func) >= 0 and not args[_training(func)]:
                 continue
-            self._outside.about_to_write(written, func.name().removeprefix("aten::"))
+            self._outside.about_to_write(written, str(func).removeprefix("aten."))
         given = (args, tuple(kwargs.values()))
         for leaf in _tensors(given):
             if type(leaf) is not FakeTensor and leaf.requires_grad and leaf.is_leaf:

@@ -30,6 +30,7 @@ from retime.callbacks import MemoryTimeline
 from retime.foundations.cpu_pool.pool import trim_heap
 from retime.foundations.measure.memory import MemoryProbe
 from retime.foundations.messages import NoEffectWarning
+from retime.foundations.preserve_state import ExternalWriteError
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.data_parallel import BudgetedDataParallelStep, bypass_ddp
@@ -528,8 +529,8 @@ def ranks_reduce_again_after_a_batch_that_failed() -> None:
     assert model.require_backward_grad_sync
 
 
-def calls_that_a_step_counts_are_put_back() -> None:
-    """After planning: a step that goes by their number would train another model than without a budget."""
+def calls_that_a_step_counts_are_refused() -> None:
+    """Before planning: a step that goes by their number would train another model than without a budget."""
     global calls
     calls = 0
     plan_with(OFFLOADS)
@@ -541,7 +542,8 @@ def calls_that_a_step_counts_are_put_back() -> None:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     step, (batch,) = budgeted(model), batches([BATCH])
-    step.plan(loss, batch)
+    with pytest.raises(ExternalWriteError, match="changes the variable calls"):
+        step.plan(loss, batch)
     assert calls == 0
     step.remove()
 

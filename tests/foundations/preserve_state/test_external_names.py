@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from retime.foundations.preserve_state import external_write
+from retime.foundations.preserve_state import ExternalWriteError, external_write
+from retime.mechanisms.memory_budget import TrainingStep, certify, profile_step
 
 number = 0
 counts: dict[str, int] = {"calls": 0}
@@ -117,11 +118,12 @@ WRITES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_what_is_changed_is_named_with_its_line(name: str) -> None:
-    step = WRITES[name]
+    step, batch = WRITES[name], torch.ones(4, 1)
     model = nn.Sequential(step) if isinstance(step, nn.Module) else nn.Identity()
-    error = external_write((lambda batch: model(batch)) if isinstance(step, nn.Module) else step, model)
-    assert error is not None
-    said = str(error)
+    with pytest.raises(ExternalWriteError) as refused:
+        profile_step(TrainingStep(model, batch, 4, step))
+    said = str(refused.value)
+    assert said in certify(step, batch, model).reason
     assert "test_external_names.py:" in said
     assert "keep it in an attribute of the model, or give dry_run='off'" in said
     assert any(word in said for word in ("number", "calls", "counts", "seen", "state", "Counter", "a class"))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import retime.mechanisms.memory_budget.planner as step_planner
 from retime.foundations.messages import NoEffectWarning
 from retime.foundations.preserve_state import ExternalWriteError, ScratchModel
-from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep, profile_step, take
+from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep, take
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.separability import certify
 from retime.mechanisms.memory_budget.step import BudgetedStep
@@ -50,16 +50,11 @@ class Held:
         kept |= self.teacher.state_dict() | {str(index): one for index, one in enumerate(self.listed)}
         kept["generator"] = self.generator.get_state()
         assert all(type(one) in (Tensor, nn.Parameter, type(None)) for one in kept.values()), kept
-        return {name: None if value is None else value.detach().clone() for name, value in kept.items()}
+        return {name: None if value is None else value.tolist() for name, value in kept.items()}
 
 
 def differing(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
-    pairs = {name: (value, two[name]) for name, value in one.items()}
-    same = {
-        name: left is right if left is None or right is None else torch.equal(left, right)
-        for name, (left, right) in pairs.items()
-    }
-    return [name for name, value in same.items() if not value]
+    return [name for name, value in one.items() if value != two[name]]
 
 
 def bind(tensor: Tensor, value: Tensor) -> None:
@@ -216,14 +211,6 @@ def test_a_probed_step_finds_gradients_and_generators_anew_each_time() -> None:
             loss.backward()
             losses.append(loss.detach())
             scratch.restart()
-            assert differing({**before, "gradient": None}, held.values()) in ([], ["gradient"])
+            assert differing({**before, "gradient": None}, held.values()) == []
         assert torch.equal(*losses)
     assert differing(before, held.values()) == []
-
-
-def test_a_profile_says_what_to_change() -> None:
-    held, model, batch = Held(), Net(), next(iter(loader(1)))
-    for real in (False, True):
-        with pytest.raises(ExternalWriteError, match=REFUSED):
-            profile_step(TrainingStep(model, batch, BATCH, step_on(model, held, WRITES["bound to inputs"])), real=real)
-    assert differing(Held().values(), held.values()) == []

@@ -16,7 +16,7 @@ CHECKS = [
     *("a_first_part_that_reduces_begins_again", "a_rank_that_has_no_plan_any_more_ends_after_a_whole_batch"),
     *("a_layer_that_values_choose_keeps_batches_whole", "batch_norm_offloads_only", "planning_communicates_nothing"),
     *("synchronised_batch_norm_is_tried_out_alone", "groups_are_given_back"),
-    *("ranks_reduce_again_after_a_batch_that_failed", "calls_that_a_step_counts_are_put_back"),
+    *("ranks_reduce_again_after_a_batch_that_failed", "calls_that_a_step_counts_are_refused"),
     *("timelines_count_buckets", "peaks_with_buckets_stay_inside", "accelerate_loops"),
     *("a_rank_that_refuses_its_budget", "what_cannot_be_planned_is_refused"),
 ]
