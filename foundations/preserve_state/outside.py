@@ -226,8 +226,7 @@ class _Refused(BaseException):  # no error: a step's own `except` lets it by
 class ExternalTensors:
     """Guard of tensors that runs of a step reach beside stand-ins: they are not written into.
 
-    Gradients of leaves among them, and states of generators, come back. Attributes and variables that are bound to
-    other tensors are not seen.
+    Their gradients and states of generators come back. Names that are bound to other tensors are not seen.
 
     Args:
         stand_ins: may be written into.

@@ -126,10 +126,7 @@ def run(model: nn.Module, step: Callable[[Any], Tensor], steps: int, budget: int
     budgeted = None if budget is None else BudgetedStep(model, [optimizer], budget, HostMemory("cpu"))
     for batch in data:
         optimizer.zero_grad()
-        if budgeted is None:
-            step(batch).backward()
-        else:
-            budgeted.run(step, batch)
+        step(batch).backward() if budgeted is None else budgeted.run(step, batch)
         optimizer.step()
     if budgeted is not None:
         budgeted.remove()
@@ -177,10 +174,8 @@ def test_a_first_step_that_is_counted_is_stopped_before_it_writes(
 
 def reads(held: Held, inputs: Tensor) -> Any:
     """Nothing is written: into what the step has made, and by a frozen teacher that is asked."""
-    made = held.count + 1
-    made.add_(1)
-    frozen = held.teacher.eval()
-    frozen(inputs)
+    (held.count + 1).add_(1)
+    held.teacher.eval()(inputs)
     torch.zeros(3).normal_(generator=torch.Generator().manual_seed(1))
 
 
@@ -207,9 +202,8 @@ def test_a_probed_step_finds_gradients_and_generators_anew_each_time() -> None:
     with ScratchModel(model) as scratch:
         losses = []
         for _ in range(2):
-            loss = step(batch)
-            loss.backward()
-            losses.append(loss.detach())
+            losses.append(step(batch))
+            losses[-1].backward()
             scratch.restart()
             assert differing({**before, "gradient": None}, held.values()) == []
         assert torch.equal(*losses)
