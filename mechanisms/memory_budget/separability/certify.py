@@ -41,7 +41,9 @@ from retime.foundations.parts import (
 from retime.foundations.preserve_state import (
     DryMode,
     ExternalTensors,
+    ExternalWriteError,
     ScratchModel,
+    external_write,
     fake,
     preserve_state,
     stand_ins,
@@ -203,9 +205,9 @@ def _dry_runs(
     parts = [(replacement.batch(batch), samples) for batch, samples in batches]
     kind, runs = partial(_WithoutValues, reads), []
     with mode.open(), stand_ins(model, replacement), torch.random.fork_rng(devices=[]):
-        outside, saved = ExternalTensors(replacement.stand_ins), preserve_state(model, step)
+        outside, saved = ExternalTensors(replacement.stand_ins), preserve_state(model)
         for part, samples in parts:
-            with saved, mode, outside.put_back_after():
+            with saved, mode, outside.preserved(bindings=False):
                 fix_statistics(model, ghosts)
                 runs.append(record(lambda one: loss_of(step(one)).detach(), part, kind=kind, samples=samples))
     return runs
@@ -344,7 +346,12 @@ def certify(
     if layers and not ghost:
         samples = min(samples, _ENOUGH_FOR_BATCHNORM)
     examiner = _Examiner(step, batch, model, min(samples, total), split, layers if ghost else [], read_only)
-    certificate = examiner.examine(None, given)
+    try:
+        if (refused := external_write(step, model)) is not None:
+            raise refused
+        certificate = examiner.examine(None, given)
+    except ExternalWriteError as error:
+        return Certificate(None, f"{error}; offload only")
     unsure = certificate.weighting is None and (given is not None or not examiner.unknown) and (ghost or not layers)
     if unsure and all(p.device.type != "mps" for p in model.parameters()):
         certificate = examiner.examine_precisely(given) or certificate
@@ -397,7 +404,7 @@ class _Examiner:
 
     def examine(self, dtype: torch.dtype | None, given: Weighting | None) -> Certificate:
         fix = partial(fix_statistics, self._model, self._ghosts)
-        with ScratchModel(self._model, dtype, fix, read_only=self._read_only, step=self._step) as scratch:
+        with ScratchModel(self._model, dtype, fix, read_only=self._read_only) as scratch:
             prober = Prober(self._step, scratch, dtype, self._split)
             probes: list[Probe] = []
             for number, batch in enumerate(self._batches):
