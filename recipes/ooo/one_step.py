@@ -167,7 +167,7 @@ class Loop:
     def turn_ms(self, threads: int) -> float:
         """Return the median milliseconds of a step, of a few in a row in which kernels have so many threads."""
         torch.set_num_threads(threads)
-        return round(statistics.median([self.step()["ms"] for _ in range(TURN_STEPS)][1:]), 4)
+        return round(float(statistics.median([self.step()["ms"] for _ in range(TURN_STEPS)][1:])), 4)
 
 
 def middle_step(case: Case, seed: int, threads: int, forward: int = 0, **which: Any) -> dict[str, Any]:
