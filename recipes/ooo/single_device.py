@@ -11,10 +11,11 @@ have each sort by itself.
 In cases with ``fuse_updates`` two streams have updates on the sub-stream, and ``fused_optimizer`` is one of the plain
 steps.
 
-Processes more have bare loops. One records a step of either kind, kernel by kernel, and counts the bytes alive. The
-plain step is that of the verdict, in cases with ``fuse_updates`` the best ``fused_optimizer``; two streams have the
-setting that the search of their last fit kept, or else the fastest that it tried. Another has plain steps, steps on two
-streams, and steps from which two streams were taken off, in turns: what processes differ by is not among these.
+A process more has bare loops: plain steps, steps on two streams, and steps from which these were taken off, in turns,
+so that what processes differ by is not among them. It also records one step of either kind, kernel by kernel, and
+counts the bytes alive. The plain step is that of the verdict, in cases with ``fuse_updates`` the best
+``fused_optimizer``; two streams have the setting that the search of their last fit kept, or else the fastest that it
+tried.
 
 On a GPU (`hardware=cuda`, and the cases that say ``device: cuda``) fits of one process take turns: plain, compiled for
 few launches, with the network's passes in torch's own CUDA graphs, and two streams without graphs, with them and by
@@ -142,10 +143,6 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             ours, peer, _ = best_gain(Point(at, {}, rows), f"{PLAIN}, {fused}" if fuses else PLAIN)
             fit, environment = everything[str(peer)]
             two = {"threads": threads, **{key: last[str(ours)][key] for key in ("layers", "forward")}}
-            workers = {"": _worker(request, settings.timeout_s, environment, cache)}
-            with closing(workers):
-                turned = workers[""].ask({"do": "turns", "rounds": 2 * settings.rounds, "two": two, "fused": fuses})
-            rows += [Row(label, TURNED, "ms", values) for label, values in turned.items()]
             drawn = {PLAIN: {"threads": fit["threads"], "fused": fuses}, TWO_STREAMS: two}
             facts[one_step.SETTINGS] = f"{peer}, and {last[str(ours)]['setting']}"
             rows += _look(settings, request, environment, drawn, facts)
@@ -280,11 +277,13 @@ def _look(
     drawn: dict[str, dict[str, Any]],
     facts: dict[str, Any],
 ) -> list[Row]:
-    """One step of either kind goes to `facts`; rows of what is alive at the peak, unless nobody can count here."""
+    """One step of either kind goes to `facts`; rows of steps in turns, and of bytes at the peak if these can be counted."""
     workers = {"": Worker(Server, request, settings.timeout_s, environment=environment)}
     rows = []
     with closing(workers):
         ask = workers[""].ask
+        turns = {"rounds": 2 * settings.rounds, "two": drawn[TWO_STREAMS], "fused": drawn[PLAIN]["fused"]}
+        rows += [Row(label, TURNED, "ms", values) for label, values in ask({"do": "turns", **turns}).items()]
         facts |= ask({"do": "both_steps", **drawn})
         which = {key: drawn[TWO_STREAMS][key] for key in ("threads", "layers")}
         try:
