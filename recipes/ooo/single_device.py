@@ -277,7 +277,7 @@ def _look(
     drawn: dict[str, dict[str, Any]],
     facts: dict[str, Any],
 ) -> list[Row]:
-    """One step of either kind goes to `facts`; rows of steps in turns, and of bytes at the peak if these can be counted."""
+    """One step of either kind goes to `facts`; rows of steps in turns, and of peaks if bytes can be counted here."""
     workers = {"": Worker(Server, request, settings.timeout_s, environment=environment)}
     rows = []
     with closing(workers):
