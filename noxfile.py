@@ -68,8 +68,9 @@ versions that passed. What the index calls newest changes: a row says what was t
 
 FOOT = """
 Linux on x86-64, processors only. What is tried on two ranks runs in forks of one process; `_spawn` names and processes
-that Lightning starts are left to the tests, which run with the versions in `constraints.txt`. [GPUs](gpu.md) have a
-page of their own.
+that Lightning starts are left to the tests, which run with the versions in `constraints.txt`. Hydra 1.3 does not start
+on Python 3.14, whose argparse asks more of help texts: recipes do not run there, and the smoke set leaves its recipe
+out. [GPUs](gpu.md) have a page of their own.
 """
 
 

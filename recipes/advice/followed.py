@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 
 import retime
@@ -30,9 +31,11 @@ from retime.recipes.core.trainer_loop import Run, train
 from retime.recipes.cpu_memory.allocators import environment_of
 from retime.recipes.emulated import loopback, run_ranks
 
-STEP, PLAIN, ADVISED = "step", "strongest plain step", "advised"
+STEP, PLAIN, ADVISED, DDP, ON_RANKS = "step", "strongest plain step", "advised", "ddp", "advised on two ranks"
+PEERS = {ADVISED: (PLAIN, "advised"), ON_RANKS: (DDP, "advised_on_ranks")}
+"""Of fits as advised: those they are held against, and where an answer has the method's name."""
 CLOSE = 0.05
-NEVER_SLOWER = Target("training as advised over the strongest plain step", "x", 0.99)
+NEVER_SLOWER = Target("training as advised over the strongest plain step, or ddp", "x", 0.99)
 GAIN_HOLDS = Target("gain by training over the one that was named, off by", "x", CLOSE, at_most=True)
 SECONDS = Target("retime advise", "s", 300.0, at_most=True)
 _WARM_STEPS = 70
@@ -53,8 +56,13 @@ class Followed(CaseRecipe[AdviceSettings]):
         began = time.perf_counter()
         advice = _advice(case, settings.seconds, tick)
         facts = {"seconds": round(time.perf_counter() - began, 1), "advice": advice}
-        advised = next((row for row in advice["methods"] if row["name"] == advice["advised"]), None)
-        ways = {PLAIN: _way(advice["plain"]["strongest"]), **({} if advised is None else {ADVISED: _way(advised)})}
+        ways = {PLAIN: _way(advice["plain"]["strongest"])}
+        if (row := _named(advice, ADVISED)) is not None:
+            ways[ADVISED] = _way(row)
+        if (row := _named(advice, ON_RANKS)) is not None:
+            tried = advice["plain"]["ddp_tried_ms"]
+            best = {"bucket_cap_mb": int(min(tried, key=tried.__getitem__))} if tried else {}
+            ways |= {DDP: {**_way(row), "strategy": "ddp", "arguments": best}, ON_RANKS: _way(row)}
         times: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(settings.processes):
             for name in ways if number % 2 else reversed(ways):
@@ -68,14 +76,15 @@ class Followed(CaseRecipe[AdviceSettings]):
         for point in result.points:
             case, advice = point.at["case"], point.facts["advice"]
             lines.append(Comparison(SECONDS, spread([point.facts["seconds"]]), case))
-            over = by_training(point)
-            if over is None:
-                continue
-            advised = next(row for row in advice["methods"] if row["name"] == advice["advised"])
-            named, undecided = advised["gain"]["median"], not advised.get("is_steady", True)
-            note = ", how much is undecided" if undecided else f": named {named:.3f}, trained {over.median:.3f}"
-            lines.append(Comparison(NEVER_SLOWER, over, f"{case}: {advice['advised']}{note}"))
-            lines += [] if undecided else [Comparison(GAIN_HOLDS, off_by(over, named), f"{case}{note}")]
+            for name in PEERS:
+                over, advised = by_training(point, name), _named(advice, name)
+                if over is None or advised is None:
+                    continue
+                named, undecided = advised["gain"]["median"], not advised.get("is_steady", True)
+                note = ", how much is undecided" if undecided else f": named {named:.3f}, trained {over.median:.3f}"
+                note = f"{advised['name']}{', over ddp' if name == ON_RANKS else ''}{note}"
+                lines.append(Comparison(NEVER_SLOWER, over, f"{case}: {note}"))
+                lines += [] if undecided else [Comparison(GAIN_HOLDS, off_by(over, named), f"{case}: {note}")]
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -83,6 +92,8 @@ class Followed(CaseRecipe[AdviceSettings]):
         for point in result.points:
             advised = point.facts["advice"]["advised"]
             lines.append(f"- {point.at['case']}: {advised or 'nothing is faster than the strongest plain step'}")
+            if (row := _named(point.facts["advice"], ON_RANKS)) is not None:
+                lines.append(f"- {point.at['case']}, on two ranks: {row['name']}")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -108,9 +119,14 @@ class Followed(CaseRecipe[AdviceSettings]):
         charts.save(drawing, path)
 
 
-def by_training(point: Point) -> Spread | None:
-    """Speed of the fits as advised over the plain ones; None where nothing was advised."""
-    return point.speedup(PLAIN, ADVISED, STEP) if point.has(ADVISED, STEP) else None
+def by_training(point: Point, name: str = ADVISED) -> Spread | None:
+    """Speed of the fits as advised over the plain ones, or on ranks over ddp; None where nothing was advised."""
+    return point.speedup(PEERS[name][0], name, STEP) if point.has(name, STEP) else None
+
+
+def _named(advice: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Row of the method that an answer advises."""
+    return next((row for row in advice["methods"] if row["name"] == advice[PEERS[name][1]]), None)
 
 
 def off_by(over: Spread, named: float) -> Spread:
@@ -166,7 +182,8 @@ def _fit(request: dict[str, Any]) -> float:
     case, way = request["case"], request["way"]
     torch.set_num_threads(way["threads"])
     name = way["strategy"] or "auto"
-    strategy = getattr(retime, name)(**way["arguments"]) if name[0].isupper() else name
+    kind = DDPStrategy if name == DDP else getattr(retime, name) if name[0].isupper() else None
+    strategy = name if kind is None else kind(**way["arguments"])
     callbacks = [getattr(retime, way["callback"])()] if way["callback"] else []
     batches = build_batches(case["data"], case["batch_size"], 8)
     batches = (batches * (_WARM_STEPS + request["steps"]))[: _WARM_STEPS + request["steps"]]

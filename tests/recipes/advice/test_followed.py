@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from retime.recipes.advice import followed
-from retime.recipes.advice.followed import ADVISED, PLAIN, STEP, Followed
+from retime.recipes.advice.followed import ADVISED, DDP, ON_RANKS, PLAIN, STEP, Followed
 from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core.results import Point, Result, Row
 from support.recipes import assert_draws, fork_workers, settings_for
@@ -22,11 +22,12 @@ def settings() -> AdviceSettings:
     return replace(whole, cases={"MLP": {**case, "model": model}}, timeout_s=limit_s(120))
 
 
-def advice(advised: str | None) -> dict:
-    plain = {"strongest": {"threads": 1, "fused": True, "kept_heap": True}}
+def advice(advised: str | None, on_ranks: str | None = None) -> dict:
+    plain = {"strongest": {"threads": 1, "fused": True, "kept_heap": True}, "ddp_tried_ms": {"25": 8.0, "5": 7.0}}
     row = {"name": "fused_optimizer", "strategy": "fused_optimizer", "arguments": {}, "callback": "", "ranks": False}
     row |= {"threads": 1, "kept_heap": True, "gain": {"median": 1.1, "low": 1.08, "high": 1.12}}
-    return {"plain": plain, "methods": [row], "advised": advised}
+    ddp = {**row, "name": "fused_optimizer_ddp", "strategy": "fused_optimizer_ddp", "ranks": True}
+    return {"plain": plain, "methods": [row, ddp], "advised": advised, "advised_on_ranks": on_ranks}
 
 
 def test_training_as_advised(settings: AdviceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +39,21 @@ def test_training_as_advised(settings: AdviceSettings, tmp_path: Path, monkeypat
     (point,) = result.points
     assert point.variants(STEP) == [PLAIN, ADVISED]
     assert_draws(recipe, result, tmp_path)
+
+
+@pytest.mark.long
+def test_training_as_advised_for_ranks(
+    settings: AdviceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed, "_advice", lambda *_: advice(None, "fused_optimizer_ddp"))
+    recipe = Followed()
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    (point,) = result.points
+    assert point.variants(STEP) == [PLAIN, DDP, ON_RANKS]
+    over, _ = lines = recipe.compare(result)[1:]
+    assert all(line.note.startswith("MLP: fused_optimizer_ddp, over ddp: named 1.100, trained ") for line in lines)
+    assert over.measured == point.speedup(DDP, ON_RANKS, STEP)
+    assert recipe.notes(result)[-1] == "- MLP, on two ranks: fused_optimizer_ddp"
 
 
 def made_up(plain: list[float], advised: list[float]) -> Result:
