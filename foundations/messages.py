@@ -123,16 +123,6 @@ def is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-def users_line() -> str:
-    """Return the innermost line that no library owns."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not is_library(frame.f_globals.get("__name__", "")):
-            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
 def _depth_of_users_line() -> int:
     """Return the ``stacklevel``, as :func:`_warn` counts, of the innermost frame that no library owns.
 

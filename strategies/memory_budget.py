@@ -53,9 +53,8 @@ class MemoryBudgetStrategy(Budgeted, SingleDevice):
             dimension.
         loss_weight: ``loss_weight(part)`` counts what a part's loss is a mean over, where a probe cannot see it.
         dry_run: ``"auto"`` calls ``training_step`` more often than training does, unless the budget is many times what
-            a step needs, and says so before. A step that changes tensors or variables outside of the module is not
-            called so, but as with ``"off"``, and a warning names them; an environment or a replay buffer may be changed
-            more often. ``"off"`` never does: the first step of each shape runs with everything
+            a step needs, and says so before. Changes to what is neither tensor nor module, such as an environment or a
+            replay buffer, are not undone. ``"off"`` never does: the first step of each shape runs with everything
             offloaded, and what it saved and held decides what stays on the device from then on. Batches then stay
             whole, and a budget that is too small for that ends training after the first step.
         plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote. If its plans do not

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from retime.foundations.messages import users_line
+from retime.foundations.messages import is_library
 from retime.foundations.parts.split import map_leaves, replaced_tensors, samples_in, tensors_of
 from retime.foundations.storages import has_storage, tensors_in
 from retime.foundations.torch_private.engine import (
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A loss of torch's gave this, however it is computed."""
         given = {key: self.operation_of(v) if isinstance(v, Tensor) else v for key, v in inside.items()}
         storage, window = self._key(result)
-        whole = Operation("cross_entropy", given, tuple(result.shape), True, where=users_line())
+        whole = Operation("cross_entropy", given, tuple(result.shape), True, where=_users_line())
         self._results[storage] = {window: whole}
 
     def read(self, value: Any, tensor: Tensor | None) -> Any:
@@ -308,7 +308,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             unread = random or not has_value
             one.value = 0.0 if operation.name in _NOTHING else math.nan if unread else _signature(tensor)
         elif tensor.numel() <= _SHOWN or operation.selects:
-            one.where = users_line()
+            one.where = _users_line()
         return one
 
     def _noted(self, value: Any) -> Any:
@@ -495,3 +495,13 @@ def _signature(tensor: Tensor) -> float:
         return float(some.sum() if some.dtype == torch.bool else some.abs().double().sum())
     except DataDependentOutputException:  # a tensor without values
         return math.nan
+
+
+def _users_line() -> str:
+    """The innermost line that no library owns."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if not is_library(frame.f_globals.get("__name__", "")):
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,12 +1,6 @@
 """Runs a step without leaving a trace: stand-ins, copies, and everything put back."""
 
-from retime.foundations.preserve_state.outside import (
-    ExternalTensors,
-    ExternalWriteError,
-    ObserverMode,
-    ValueReadError,
-    external_write,
-)
+from retime.foundations.preserve_state.outside import ExternalTensors, ObserverMode, ValueReadError
 from retime.foundations.preserve_state.stand_ins import (
     DryMode,
     Replacement,
@@ -35,14 +29,12 @@ __all__ = [
     "DryMode",
     "ObserverMode",
     "ExternalTensors",
-    "ExternalWriteError",
     "Replacement",
     "SavedState",
     "ScratchModel",
     "ValueReadError",
     "aliases",
     "copies",
-    "external_write",
     "fake",
     "nothing_compiled",
     "preserve_state",

@@ -79,13 +79,13 @@ class Replacement:
         convert_other: makes one for any other tensor that modules hold.
 
     Attributes:
-        originals, stand_ins: all so far; tensors of TorchScript modules stand for themselves.
+        stand_ins: all so far.
     """
 
     def __init__(self, convert: Callable[[Tensor], Tensor], convert_other: Callable[[Tensor], Tensor]) -> None:
         self._convert, self._held = convert, convert_other
         self._known: dict[int, Tensor] = {}
-        self.originals: list[Tensor] = []  # their ids must stay taken
+        self._originals: list[Tensor] = []  # their ids must stay taken
         self.stand_ins: list[Tensor] = []
         self._reachable: tuple[nn.Module, ReachableState] | None = None
 
@@ -119,14 +119,24 @@ class Replacement:
             self._reachable = module, reachable
         return self._reachable[1]
 
+    def trained(self) -> list[Tensor]:
+        """Originals that a backward pass could give a gradient to."""
+        return [tensor for tensor in self._originals if _is_trained(tensor)]
+
+    def forget_gradients(self) -> None:
+        """No stand-in has a gradient any more."""
+        for tensor in self.stand_ins:
+            if _is_trained(tensor):
+                tensor.grad = None
+
     def _of(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         if id(tensor) not in self._known:
             stand_in = self._known[id(tensor)] = make(tensor)
-            self.originals.append(tensor)
-            self.stand_ins.append(stand_in)
+            self._originals.append(tensor)
             if stand_in is not tensor:
                 stand_in.grad = None
                 self._known[id(stand_in)] = stand_in  # it is found again where optimizers share lists with modules
+                self.stand_ins.append(stand_in)
         return self._known[id(tensor)]
 
 
@@ -192,14 +202,13 @@ def stand_ins(module: nn.Module, replacement: Replacement, trained: Iterable[Ten
         trained: what else a backward pass may give a gradient to, such as parameters of a loss.
     """
     reachable = replacement.reachable(module)
-    beside = [*trained, *filter(_is_trained, replacement.originals)]
+    beside = [*trained, *replacement.trained()]
     with _gradients_put_aside(beside), _values_kept(scripted(reachable)), uncompiled():
         try:
             with _swapped(reachable, replacement):
                 yield
         finally:
-            for tensor in filter(_is_trained, replacement.stand_ins):
-                tensor.grad = None
+            replacement.forget_gradients()
 
 
 @contextmanager
@@ -210,7 +219,7 @@ def _swapped(reachable: ReachableState, replacement: Replacement) -> Iterator[No
         for container, key in reachable.places:
             if not isinstance(container, dict | Slots):
                 lists.save(container)
-            if key in container if isinstance(container, dict | Slots) else key < len(container):
+            if _has(container, key):
                 value = container[key]
                 before.append((container, key, value))
                 container[key] = replacement.at(value)
@@ -220,6 +229,10 @@ def _swapped(reachable: ReachableState, replacement: Replacement) -> Iterator[No
             if isinstance(container, dict | Slots):
                 container[key] = value
         lists.put_back()
+
+
+def _has(container: Any, key: Any) -> bool:
+    return key in container if isinstance(container, dict | Slots) else key < len(container)
 
 
 @contextmanager
@@ -286,18 +299,18 @@ class ScratchModel:
     (``Tensor.register_hook``) come along to the copies, as they are a part of the computation. Code under
     ``torch.compile`` runs uncompiled.
 
-    The step is stopped where it is about to write into tensors that it reaches in other ways, see `ExternalTensors`.
-    What else a step changes outside of the model is its caller's to bring back.
+    Tensors and generators that the step reaches in other ways come back, see `ExternalTensors`. What else a step
+    changes outside of the model is its caller's to bring back.
 
     Args:
         dtype: floating-point type of the copies; None leaves each as it is.
         prepare: changes the modules' attributes after each restart; they come back as all others do.
         read_only: copies of parameters share their memory, where ``dtype`` is None: for steps that are known not to
             write into them.
+        step: what will run: names outside of the model that it binds anew are bound as they were again, too.
 
     Raises:
         ValueError: a lazy module has no weights yet, or a module's tensors cannot be replaced.
-        ExternalWriteError: where the context ends, if the step was about to write outside of the model.
     """
 
     def __init__(
@@ -307,11 +320,12 @@ class ScratchModel:
         prepare: Callable[[], None] | None = None,
         *,
         read_only: bool = False,
+        step: Callable[[Any], Any] | None = None,
     ) -> None:
         lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
         if lazy:
             raise ValueError(f"parameter {lazy[0]} has no shape yet: run the model once before it is probed")
-        self._saved = SavedState(model)
+        self._saved = SavedState(model, step)
         if reason := why_not_replaced(model, self._saved.reachable):
             raise ValueError(reason)
         self._model = model
@@ -323,16 +337,18 @@ class ScratchModel:
         self._outside, self._around = ExternalTensors(), ExitStack()
 
     def __enter__(self) -> ScratchModel:
-        with self._around as around:
-            around.callback(self._put_back)
-            around.enter_context(uncompiled())
-            around.enter_context(self._outside.preserved(bindings=False))
+        self._around.callback(self._put_back)
+        self._around.enter_context(uncompiled())
+        self._around.enter_context(self._outside.put_back_after())
+        try:
             self._swap()
-            self._around = around.pop_all()
+        except BaseException:
+            self._around.close()
+            raise
         return self
 
-    def __exit__(self, *failure: Any) -> None:
-        self._around.__exit__(*failure)
+    def __exit__(self, *_: object) -> None:
+        self._around.close()
 
     def restart(self) -> None:
         """Begin anew: fresh copies, and all random generators at the same seed."""
@@ -356,13 +372,20 @@ class ScratchModel:
         return changed
 
     def numbers(self) -> dict[tuple[int, str], float]:
-        """Values of modules' attributes, where they are numbers now."""
-        named = ((id(module), name, value) for module in self._model.modules() for name, value in vars(module).items())
-        return {(key, name): value for key, name, value in named if type(value) in (int, float)}
+        """Values of modules' attributes, and of names that the step binds, where they are numbers now."""
+        numbers = {} if self._saved.names is None else self._saved.names.numbers()
+        for module in self._model.modules():
+            named = vars(module).items()
+            numbers |= {(id(module), name): value for name, value in named if type(value) in (int, float)}
+        return numbers
 
     def bind(self, key: tuple[int, str], value: float) -> None:
         """Another number there, until the next restart."""
-        next(one for one in self._model.modules() if id(one) == key[0]).__dict__[key[1]] = value
+        module = next((one for one in self._model.modules() if id(one) == key[0]), None)
+        if module is not None:
+            module.__dict__[key[1]] = value
+        elif self._saved.names is not None:
+            self._saved.names.bind(key, value)
 
     def _swap(self) -> None:
         seed_all()
@@ -384,16 +407,20 @@ class ScratchModel:
         if id(tensor) in self._copies:
             return self._copies[id(tensor)][1]
         dtype = self._dtype if tensor.is_floating_point() else None
-        if self._read_only and isinstance(tensor, nn.Parameter):
+        shared = self._read_only and isinstance(tensor, nn.Parameter)
+        if shared:
             twin = tensor.detach()
         elif dtype is None and id(tensor) not in self._registered:
             twin = lazy_copy(tensor)
         else:
             twin = tensor.detach().to(dtype=dtype, copy=True)
-        twin = _twin(tensor, twin)
         if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
             twin.__dict__.update(tensor.__dict__)
-        for hook in ((tensor_hooks(tensor) if tensor.is_leaf else None) or {}).values():
+        elif tensor.is_leaf and tensor.requires_grad:
+            twin.requires_grad_()
+        hooks = tensor_hooks(tensor) if tensor.is_leaf else None
+        for hook in (hooks or {}).values():
             twin.register_hook(hook)  # type: ignore[no-untyped-call]
         self._copies[id(tensor)] = (tensor, twin, version_of(twin))
         return twin

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.messages import warn_difference
-from retime.foundations.preserve_state.outside import LIBRARIES, root_of
+from retime.foundations.preserve_state.outside import LIBRARIES, GlobalsSnapshot, root_of
 from retime.foundations.storages import has_storage, tensors_in
 from retime.foundations.torch_private.engine import compiled_backends, stance_callback_replaced
 from retime.foundations.torch_private.tensors import lazy_clone, version_of
@@ -283,6 +283,7 @@ class SavedState:
 
     Args:
         model: that is about to run.
+        step: what will run: names outside of the model that it binds anew are bound as they were again, too.
         tensors: these are copied, and get their values back, too. Where there are none, the run is to be on stand-ins,
             or must replace a tensor in an attribute (a metric's state) and not write into it.
 
@@ -290,11 +291,15 @@ class SavedState:
 
     Attributes:
         reachable: where the model's tensors are.
+        names: that the step binds.
     """
 
-    def __init__(self, model: nn.Module, *, tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, step: Callable[[Any], Any] | None = None, *, tensors: Iterable[Tensor] = ()
+    ) -> None:
         self._random = random_state()
         self.reachable = ReachableState(model.modules())
+        self.names = None if step is None else GlobalsSnapshot(step, model)
         self._snapshot = Snapshot()
         self._snapshot.save_all(self.reachable)
         self._values = [
@@ -313,6 +318,8 @@ class SavedState:
         """All is as it was when this was made; what has not changed is not touched."""
         set_random_state(self._random)
         self._snapshot.put_back()
+        if self.names is not None:
+            self.names.put_back()
         with torch.no_grad():
             for tensor, version, value in self._values:
                 # Batch norm's kernels write into running statistics without a new version.
@@ -321,8 +328,11 @@ class SavedState:
                     tensor.copy_(value)
 
 
-preserve_state = SavedState
-"""Save the state now, and put it back at the end of a context."""
+def preserve_state(
+    model: nn.Module, step: Callable[[Any], Any] | None = None, *, tensors: Iterable[Tensor] = ()
+) -> SavedState:
+    """Save the state now, with the arguments of :class:`SavedState`, and put it back at the end of a context."""
+    return SavedState(model, step, tensors=tensors)
 
 
 def reachable_tensors(model: nn.Module, batch: Any, *, parameters: bool = True) -> list[Tensor]:

@@ -25,9 +25,7 @@ from retime.foundations.messages import parse_bytes
 from retime.foundations.parts import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part, split_batch
 from retime.foundations.preserve_state import (
     ExternalTensors,
-    ExternalWriteError,
     SavedState,
-    external_write,
     nothing_compiled,
     preserve_state,
     reachable_tensors,
@@ -145,7 +143,6 @@ class StepPlanner:
         gradients: whether those of steps before are there; may be set between two batches.
         whole_because: why batches must not be split, if the caller knows a reason.
         planning: the step that runs at the moment is only tried out.
-        dry_run: ``"off"`` once a step was found to write outside of its model too.
     """
 
     def __init__(
@@ -159,7 +156,7 @@ class StepPlanner:
         self.model, self.optimizers, self.budget_bytes, self.host = model, optimizers, budget_bytes, host
         self.options, self.gradients, self.whole_because = options, options.gradients, options.whole_because
         self.reduction_bytes = parse_bytes("reduction_bytes", options.reduction_bytes, least=0)
-        self.planning, self.dry_run = False, options.dry_run
+        self.planning = False
 
     @contextmanager
     def trying_out(self) -> Iterator[None]:
@@ -176,7 +173,7 @@ class StepPlanner:
         Raises:
             BudgetError: the budget is below the floor.
         """
-        dry, saved = self._dry(step, batch, samples), preserve_state(self.model)
+        dry, saved = self._dry(step, batch, samples), preserve_state(self.model, step)
         with saved:
             memory = StepMemory(dry, (samples,))
             plain = memory.plain
@@ -226,7 +223,7 @@ class StepPlanner:
         beside tensors was measured in that run, and is added.
         """
         choice = shape.choice
-        with preserve_state(self.model):
+        with preserve_state(self.model, step):
             memory = StepMemory(self._dry(step, batch, samples), (samples, choice.plan.sub_batch))
             plain = memory.plain
             if plain is None:
@@ -258,7 +255,7 @@ class StepPlanner:
         if self.whole_because:
             return Certificate(None, self.whole_because)
         (begin or partial(self.options.say, PROBING))()
-        with self.trying_out(), preserve_state(self.model):
+        with self.trying_out(), preserve_state(self.model, step):
             return certify(
                 step,
                 batch,
@@ -273,7 +270,7 @@ class StepPlanner:
 
     def check_sizes(self, step: Step, batch: Any, certificate: Certificate, sizes: Collection[int]) -> Certificate:
         """The same certificate, if batches of these sizes do what the probed samples do."""
-        with self.trying_out(), preserve_state(self.model):
+        with self.trying_out(), preserve_state(self.model, step):
             return check_sizes(
                 step,
                 batch,
@@ -362,24 +359,24 @@ class FirstSteps:
     """Decides which first steps are trained without a plan, and counts them."""
 
     def __init__(self, planner: StepPlanner) -> None:
-        self._model, self._optimizers, self._planner = planner.model, planner.optimizers, planner
+        self._model, self._optimizers = planner.model, planner.optimizers
         self._budget_bytes, self._options = planner.budget_bytes, planner.options
         self._too_large: set[Any] = set()
 
-    def begin(self, step: Step, key: Any, batch: Any, samples: int, may_stop: bool) -> PlannedShape | None:
+    def begin(self, key: Any, batch: Any, samples: int, may_stop: bool) -> PlannedShape | None:
         """Plan that the first step of a shape is to run under; None: it has to be planned for.
 
-        With ``dry_run="off"``, and for steps that write outside of their model, everything is offloaded, which is the
-        least that a whole batch needs.
+        With ``dry_run="off"`` everything is offloaded, which is the least that a whole batch needs.
 
         Args:
             may_stop: the step can be stopped in its forward pass, and run again.
         """
-        off = self._planner.dry_run == "off"
-        if not off and not (may_stop and self._roomy(key, batch)):
+        plan = OffloadPlan(samples)
+        if self._options.dry_run == "off":
+            plan = everything(samples)
+        elif not (may_stop and self._roomy(key, batch)):
             return None
-        cannot_stop = off or external_write(step, self._model) is not None
-        return PlannedShape(samples, PlanChoice(everything(samples) if cannot_stop else OffloadPlan(samples)))
+        return PlannedShape(samples, PlanChoice(plan))
 
     def _roomy(self, key: Any, batch: Any) -> bool:
         """Return whether the first step of this shape may be trained without a plan.
@@ -393,41 +390,37 @@ class FirstSteps:
         return _ROOMY * self._standing_bytes(batch) <= self._budget_bytes
 
     @contextmanager
-    def counted(self, key: Any, batch: Any, first: PlannedShape) -> Iterator[list[PlannedShape]]:
+    def counted(self, key: Any, batch: Any, samples: int) -> Iterator[list[PlannedShape]]:
         """Around the forward pass; afterwards the list holds what is now known of the shape: nothing, or all.
 
-        Args:
-            first: what it runs under, from :meth:`begin`. It is stopped only where nothing is offloaded.
-
         Raises:
-            TooMuchAllocated: it may not fit, or writes outside of its model. The model and the batch are as they were.
+            TooMuchAllocated: it may not fit. The model, the batch and all other tensors are as they were.
         """
         standing = self._standing_bytes(batch)
         shapes: list[PlannedShape] = []
         tensors = reachable_tensors(self._model, batch)
-        undo = None if first.choice.plan.offload else SavedState(self._model, tensors=tensors)
+        undo = SavedState(self._model, tensors=tensors) if self._options.dry_run == "auto" else None
         outside = ExternalTensors(tensors, gradients=False)
         del tensors  # a step may replace some, which then are to be free
         allocated = AllocatedBytes((self._budget_bytes - 2 * standing) // _TIMES_MADE if undo else None)
         try:
-            with allocated, outside.guarded(bindings=nothing_compiled()) if undo else nullcontext():
+            with allocated, outside.watched(bindings=nothing_compiled()) if undo else nullcontext():
                 yield shapes
-        except (TooMuchAllocated, ExternalWriteError) as stop:
+        except TooMuchAllocated:
             assert undo is not None
             undo.put_back()
             outside.put_back()
             self._too_large.add(key)
-            why = stop if isinstance(stop, ExternalWriteError) else "it may not fit without a plan"
             self._options.say(
-                f"the first step was stopped in its forward pass, as {why}. It runs again: its "
-                "effects outside of the model and the batch, such as lines in a file, are there twice"
+                "the first step was stopped in its forward pass, as it may not fit without a plan, and runs again: its "
+                "effects outside of the model, the batch and other tensors, such as lines in a file, are there twice"
             )
-            raise TooMuchAllocated from None
+            raise
         peak = standing + _TIMES_MADE * allocated.bytes
         if peak > self._budget_bytes:
             return
-        choice = PlanChoice(OffloadPlan(first.samples), peak_bytes=peak, tensor_bytes=peak)
-        shapes.append(PlannedShape(first.samples, choice, note=COUNTED, first_step_bytes=0))
+        choice = PlanChoice(OffloadPlan(samples), peak_bytes=peak, tensor_bytes=peak)
+        shapes.append(PlannedShape(samples, choice, note=COUNTED, first_step_bytes=0))
 
     def _standing_bytes(self, batch: Any) -> int:
         """Bytes held whatever the step does; nothing is run to find out, so states count with the most there are."""

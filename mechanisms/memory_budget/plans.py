@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from retime.foundations.cpu_pool import FreedMemory
 from retime.foundations.measure import PeakWatch
-from retime.foundations.messages import show_bytes, warn_no_effect
+from retime.foundations.messages import show_bytes
 from retime.foundations.parts import Certificate, Split, key_of, name_of, part_lengths, samples_in, sizes_of
-from retime.foundations.preserve_state import CompiledCode, ExternalWriteError, external_write
+from retime.foundations.preserve_state import CompiledCode
 from retime.foundations.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory_budget.dry_run import everything
 from retime.mechanisms.memory_budget.offload import HostTier, OffloadReport, OffloadSavedTensors, PlanMismatch
@@ -356,35 +356,20 @@ class BatchPlans:
         self._first_step = None
         self._plan_offloaded_first(record.batch)
         is_decided = self.book.find(record) is not None or (self.book and self.options.on_shape_change == "error")
-        first = None
-        if not is_decided and self._given is None:
-            may_stop = may_stop and self.options.may_stop and self.options.make_plan is None
-            first = self.first.begin(step, record.key, record.batch, record.samples, may_stop)
-        try:
-            if first is None:
-                return self.plan(step, record)
-        except ExternalWriteError as error:
-            if self._given is not None:
-                raise
-            self._stop_dry_runs(record, error)
-            return self.first_or_plan(step, record, may_stop)
+        if is_decided or self._given is not None:
+            return self.plan(step, record)
+        may_stop = may_stop and self.options.may_stop and self.options.make_plan is None
+        first = self.first.begin(record.key, record.batch, record.samples, may_stop)
+        if first is None:
+            return self.plan(step, record)
         self.memory.limit(record.batch, self.planner.budget_bytes)
         return first
-
-    def _stop_dry_runs(self, record: BatchRecord, error: ExternalWriteError) -> None:
-        """The step is called no more often than training does from now on, and an earlier plan for this batch goes."""
-        self.planner.dry_run = "off"
-        said = "batches run whole, and plans follow from what the first step of each shape saves, as with dry_run='off'"
-        warn_no_effect(f"{said}: {error}", every_rank=True)
-        if (shape := self.book.find(record)) is not None:
-            self.book.drop(shape.choice.plan)
 
     def plan(self, step: Step, record: BatchRecord) -> PlannedShape:
         """Plan for batches like this one; made now if there is none yet.
 
         Raises:
             BudgetError: the budget is below the floor.
-            ExternalWriteError: the step writes outside of its model; nothing was written.
             ScheduleError: a batch of another shape, with ``on_shape_change="error"``.
         """
         shape = self.book.find(record)
@@ -410,9 +395,6 @@ class BatchPlans:
         return self.book.recertify(record, again) if again.separable else None
 
     def _plan_anew(self, step: Step, record: BatchRecord) -> PlannedShape:
-        runs_dry = self._given is None or self.planner.dry_run != "off"
-        if runs_dry and (refused := external_write(step, self.planner.model)) is not None:
-            raise refused
         self.options.say(
             f"planning a batch of {record.samples} samples for {show_bytes(self.planner.budget_bytes)}; it is "
             "trained afterwards, and save_plan() keeps the plan for other runs. Dry runs, a probe and trials call the "
@@ -429,7 +411,7 @@ class BatchPlans:
     def _made_or_taken(self, step: Step, record: BatchRecord) -> PlannedShape:
         batch, samples = record.batch, record.samples
         if self._given is not None:
-            return self._given.plan(record.name, step, batch, samples, dry=self.planner.dry_run != "off")
+            return self._given.plan(record.name, step, batch, samples, dry=self.options.dry_run != "off")
         earlier = self.book.earlier(record)
         taken = None if earlier is None else self.planner.of_saved(earlier, step, batch, samples)
         if taken is not None:
@@ -514,10 +496,7 @@ class BatchPlans:
         """Batches like this one are not split any more."""
         warn_of_whole(reason)
         with self._kept_whole(reason):
-            try:
-                self._plan_anew(step, record)
-            except ExternalWriteError as error:
-                self._stop_dry_runs(record, error)
+            self._plan_anew(step, record)
 
     @contextmanager
     def _kept_whole(self, reason: str) -> Iterator[None]:

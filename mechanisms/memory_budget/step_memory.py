@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from retime.foundations.cpu_pool import POOLED_BYTES
 from retime.foundations.parts import sizes_of
-from retime.foundations.preserve_state import ExternalWriteError
 from retime.foundations.storages import has_storage, tensors_in
 from retime.foundations.torch_private.tensors import storage_address
 from retime.mechanisms.memory_budget.costs import StepCosts, fewest_samples
@@ -198,8 +197,6 @@ class StepMemory:
         try:
             if self._profile is None:
                 self._profile = self._hooked_or_not(lambda: self._dry.run(OffloadPlan(self.step.samples)))
-        except ExternalWriteError:
-            raise
         except Exception as error:  # whatever the user's code says to tensors without values
             self._add_note(f"{error}: predicted from real runs of a few samples")
             return None

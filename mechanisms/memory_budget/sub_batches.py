@@ -300,7 +300,7 @@ class PlannedBatches:
         plans = self._plans
         plans.memory.begin_first_step(record.batch)
         try:
-            with plans.first.counted(record.key, record.batch, shape) as shapes:
+            with plans.first.counted(record.key, record.batch, shape.samples) as shapes:
                 yield
         except TooMuchAllocated:
             self._uncount(self.drop())

@@ -22,7 +22,6 @@ from retime.foundations.preserve_state import (
     ValueReadError,
     aliases,
     copies,
-    external_write,
     fake,
     stand_in_optimizer,
     stand_ins,
@@ -303,7 +302,7 @@ class DryRun:
             self._optimizers = StandInOptimizers(step, self._replacement)
             self.not_run = self._optimizers.not_run
             self._outside, self._watched = ExternalTensors(self._replacement.stand_ins), False
-            with self._mode or nullcontext(), self._outside.preserved():
+            with self._mode or nullcontext(), self._outside.put_back_after():
                 self._optimizers.complete(self._reached)
 
     def run(
@@ -326,7 +325,7 @@ class DryRun:
             meter: is told about every operation.
 
         Raises:
-            ValueReadError, PlanMismatch, ExternalWriteError: as there.
+            ValueReadError, PlanMismatch: as there.
         """
         tracer = Tracer(self.step.module, meter)
         with self._staged(), self._running():
@@ -483,11 +482,10 @@ class DryRun:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Watch the first real run only: later ones, which may be timed, do the same."""
-        is_watched = self._mode is not None or not self._watched
-        with self._mode or nullcontext(), self._outside.preserved(is_watched, bindings=not self._watched):
+        """Watch the first real run only: later ones, which may be timed, write into the same tensors."""
+        with self._mode or nullcontext(), self._outside.put_back_after(watched=not self._watched):
             yield
-        self._watched = True
+        self._watched = self._mode is None
 
     def _reached(self) -> set[int]:
         """Ids of the parameters that get gradients; of all trained ones where a step without values cannot tell."""
@@ -528,7 +526,6 @@ def profile_step(
 
     Raises:
         ValueReadError: the step reads a tensor's value; the message names the layer. ``real=True`` can follow it.
-        ExternalWriteError: the step writes into a tensor outside of the model; nothing was written.
     """
     return replay(step, OffloadPlan(sub_batch or step.samples), real=real)
 
@@ -552,9 +549,6 @@ def replay(
 
     Raises:
         ValueReadError: the step reads a tensor's value.
-        ExternalWriteError: the step writes into a tensor outside of the model.
         PlanMismatch: the plan is for another number of saved storages.
     """
-    if (refused := external_write(step.loss, step.module)) is not None:
-        raise refused
     return DryRun(step, real=real).run(plan, in_flight_bytes=in_flight_bytes, compare=compare, as_cut=True)

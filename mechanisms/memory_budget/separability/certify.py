@@ -41,9 +41,7 @@ from retime.foundations.parts import (
 from retime.foundations.preserve_state import (
     DryMode,
     ExternalTensors,
-    ExternalWriteError,
     ScratchModel,
-    external_write,
     fake,
     preserve_state,
     stand_ins,
@@ -205,9 +203,9 @@ def _dry_runs(
     parts = [(replacement.batch(batch), samples) for batch, samples in batches]
     kind, runs = partial(_WithoutValues, reads), []
     with mode.open(), stand_ins(model, replacement), torch.random.fork_rng(devices=[]):
-        outside, saved = ExternalTensors(replacement.stand_ins), preserve_state(model)
+        outside, saved = ExternalTensors(replacement.stand_ins), preserve_state(model, step)
         for part, samples in parts:
-            with saved, mode, outside.preserved(bindings=False):
+            with saved, mode, outside.put_back_after():
                 fix_statistics(model, ghosts)
                 runs.append(record(lambda one: loss_of(step(one)).detach(), part, kind=kind, samples=samples))
     return runs
@@ -346,12 +344,7 @@ def certify(
     if layers and not ghost:
         samples = min(samples, _ENOUGH_FOR_BATCHNORM)
     examiner = _Examiner(step, batch, model, min(samples, total), split, layers if ghost else [], read_only)
-    try:
-        if (refused := external_write(step, model)) is not None:
-            raise refused
-        certificate = examiner.examine(None, given)
-    except ExternalWriteError as error:
-        return Certificate(None, f"{error}; offload only")
+    certificate = examiner.examine(None, given)
     unsure = certificate.weighting is None and (given is not None or not examiner.unknown) and (ghost or not layers)
     if unsure and all(p.device.type != "mps" for p in model.parameters()):
         certificate = examiner.examine_precisely(given) or certificate
@@ -404,7 +397,7 @@ class _Examiner:
 
     def examine(self, dtype: torch.dtype | None, given: Weighting | None) -> Certificate:
         fix = partial(fix_statistics, self._model, self._ghosts)
-        with ScratchModel(self._model, dtype, fix, read_only=self._read_only) as scratch:
+        with ScratchModel(self._model, dtype, fix, read_only=self._read_only, step=self._step) as scratch:
             prober = Prober(self._step, scratch, dtype, self._split)
             probes: list[Probe] = []
             for number, batch in enumerate(self._batches):

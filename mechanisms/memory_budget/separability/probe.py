@@ -30,7 +30,7 @@ class Run:
     """Results of one run of the step: sketches of gradients by parameter, scalars, and tensors it had changed.
 
     Attributes:
-        counters: numbers in attributes that it changed.
+        counters: numbers in attributes and in names outside of the model that it changed.
     """
 
     gradients: dict[str, Tensor]

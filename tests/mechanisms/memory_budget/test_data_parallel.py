@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.cpu_pool.pool import trim_heap
 from retime.foundations.measure.memory import MemoryProbe
-from retime.foundations.preserve_state import ExternalWriteError
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.memory_budget.data_parallel import (
     BudgetedDataParallelStep,
@@ -140,8 +139,8 @@ def test_ranks_reduce_again_after_a_batch_that_failed() -> None:
 
 
 @on_two_ranks
-def test_calls_that_a_step_counts_are_refused() -> None:
-    """Before planning: a step that goes by their number would train another model than without a budget."""
+def test_calls_that_a_step_counts_are_put_back() -> None:
+    """After planning: a step that goes by their number would train another model than without a budget."""
     global calls
     calls = 0
     plan_with(OFFLOADS)
@@ -153,8 +152,7 @@ def test_calls_that_a_step_counts_are_refused() -> None:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     step, (batch,) = budgeted(model), batches([BATCH])
-    with pytest.raises(ExternalWriteError, match="changes the variable calls"):
-        step.plan(loss, batch)
+    step.plan(loss, batch)
     assert calls == 0
     step.remove()
 

@@ -214,11 +214,10 @@ def test_tied_weights_stay_tied_in_the_copy() -> None:
 def test_the_number_of_samples_that_a_probe_computes_on() -> None:
     case = classifier(convolutional())
     sizes: list[int] = []
-    note = sizes.append  # a list at hand would be refused
 
     def step(batch: tuple[Tensor, Tensor]) -> Tensor:
         if type(batch[0]) is Tensor:  # others have no values, and take no time
-            note(len(batch[0]))
+            sizes.append(len(batch[0]))
         return case.step(batch)
 
     certify(step, case.batch, case.model, samples=5)
