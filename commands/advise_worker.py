@@ -88,9 +88,10 @@ class Method:
         """The Trainer's arguments."""
         is_class = self.strategy[0].isupper()
         home = strategies if hasattr(strategies, self.strategy) else retime
+        kinds = {**vars(retime), ScanChains.__name__: ScanChains}
         return {
             "strategy": getattr(home, self.strategy)(**self.arguments) if is_class else self.strategy,
-            "callbacks": [getattr(retime, self.callback, ScanChains)()] if self.callback else [],
+            "callbacks": [kinds[self.callback]()] if self.callback else [],
         }
 
 

@@ -71,7 +71,8 @@ def given_by(options: argparse.Namespace, words: Sequence[str]) -> Given:
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch}: give 1 or more")
     given = _from_config(options, words) if options.config else _from_reference(options, words)
-    if not any(one.requires_grad for one in given.model.parameters()):
+    makes_layers_later = isinstance(given.model, LightningModule) and is_overridden("configure_model", given.model)
+    if not makes_layers_later and not any(one.requires_grad for one in given.model.parameters()):
         kind = type(given.model).__name__
         raise ValueError(f"{kind} has no parameters to train: give it some, or requires_grad_() to those that it has")
     if isinstance(given.model, LightningModule):

@@ -263,7 +263,8 @@ class BudgetedDataParallelStep(BudgetedStep):
         agreement: RankAgreement | None = None,
         **named: Any,
     ) -> None:
-        synced, batchnorm = _synced(model), replace(options or BudgetOptions(), **named).batchnorm
+        options, synced = replace(options or BudgetOptions(), **named), _synced(model)
+        batchnorm = options.batchnorm
         if synced and batchnorm != "offload":
             raise ValueError(
                 f"SyncBatchNorm takes its statistics over the batches of all ranks ({synced[0]}), so no part of one "
@@ -284,9 +285,8 @@ class BudgetedDataParallelStep(BudgetedStep):
             buckets=buckets_of(model),
             reduction_bytes=reduction,
             hidden_bytes=reduction + bucket_bytes(model),
-            whole_because=_why_whole(model, synced),
+            whole_because=_why_whole(model, synced) or options.whole_because,
             may_stop=False,  # the other ranks would wait for this one's gradients
-            **named,
         )
         self._new_buckets = NewBuckets(model)
         self._wrapped = model

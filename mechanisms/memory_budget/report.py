@@ -403,7 +403,7 @@ def warn_of_paths(certificate: Certificate, paths: GraphPaths, stopped: bool) ->
     if not certificate.separable:
         since, late, warn = "the last batch", " That batch ran in sub-batches all the same;", warn_difference
         if stopped:
-            since, late, warn = "this batch", " It runs again;", warn_no_effect
+            since, late, warn = "this batch", " It runs again, what it did outside of the model too;", warn_no_effect
         warn(
             f"from {since} on the step computes something else than the planned batch, and its sub-batches "
             f"no longer give the batch's gradient: {certificate.reason}.{late} from here on there is another plan",
