@@ -73,8 +73,7 @@ def losses(script: Path, ranks: int) -> list[str]:
 plain_losses = functools.cache(losses)
 
 
-LONG = {one for one in SCRIPTS if PLANS.search(one.name) or TWO_RANKS.search(one.name)}
-LONG -= {EXAMPLES / "bare_loop" / "out_of_order_ddp.py"}
+LONG = {one for one in SCRIPTS if PLANS.search(one.name) or TWO_RANKS.search(one.name) or "transformers" in one.parts}
 
 
 @pytest.mark.parametrize(
