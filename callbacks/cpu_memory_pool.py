@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from types import TracebackType
 from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from retime.foundations.arguments import AtLeast, Below, checked
 from retime.foundations.cpu_pool import MemoryPool, PoolReport
@@ -59,9 +59,7 @@ class CPUMemoryPool(Callback):
         self._entered += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered = max(0, self._entered - 1)
         self._remove_if_unused()
 
@@ -70,6 +68,8 @@ class CPUMemoryPool(Callback):
         if device == "cpu":
             self._install()
             self._in_trainer = True
+            if self._pool.installed and stage == "fit":
+                rank_zero_info(f"retime: CPU memory pool of at most {self.slack:g} times the peak of live bytes")
         else:
             self._leave_out(f"tensors of {device} devices come from a pool of torch's own; leave CPUMemoryPool out")
 
@@ -78,6 +78,8 @@ class CPUMemoryPool(Callback):
             self._pool.begin_window()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._pool.installed and self._in_trainer and trainer.state.fn == "fit":
+            rank_zero_info(f"retime: {self.report().headline}")
         self._in_trainer = False
         self._remove_if_unused()
 

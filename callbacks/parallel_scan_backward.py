@@ -44,15 +44,13 @@ class ParallelScanBackward(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._convert(pl_module)
-        if self.names is not None:
-            absent = [name for name in self.names if name not in self._converted]
-            if absent:
-                convert(pl_module, self.solver, absent)  # raises with the reason
-        elif not self._converted and trainer.is_global_zero:
+        absent = [name for name in self.names or () if name not in self._converted]
+        if absent:
+            convert(pl_module, self.solver, absent)  # raises with the reason
+        elif self.names is None and not self._converted and trainer.is_global_zero:
             convert(pl_module, self.solver)  # warns with the reasons
-        self._report.skipped.update(
-            {name: why for name, why in obstacles(pl_module).items() if why is not None and name not in self._converted}
-        )
+        left = [(name, why) for name, why in obstacles(pl_module).items() if name not in self._converted]
+        self._report.skipped.update({name: why for name, why in left if why is not None})
         rank_zero_info(f"retime: {self._report.headline}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -67,16 +65,15 @@ class ParallelScanBackward(Callback):
         return self._report
 
     def _convert(self, pl_module: LightningModule) -> None:
-        ready = [
-            name
-            for name, why in obstacles(pl_module).items()
-            if why is None and (self.names is None or name in self.names)
-        ]
+        free = [name for name, why in obstacles(pl_module).items() if why is None]
+        ready = [name for name in free if self.names is None or name in self.names]
         if ready:
             self._report.swapped.update(convert(pl_module, self.solver, ready).swapped)
             self._converted.update({name: pl_module.get_submodule(name) for name in ready})
 
     def _finish(self) -> None:
+        if self._converted:
+            rank_zero_info(f"retime: {self._report.headline}")
         for module in self._converted.values():
             convert_back(module)
         self._converted = {}

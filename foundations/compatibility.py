@@ -54,7 +54,7 @@ class Mechanism(Enum):
     PARALLEL_SCAN = "a parallel scan"
     PIPELINE = "a pipeline"
     TWO_STREAMS = "two streams on one device"
-    USERS_HOOK = "a communication hook of one's own"
+    USERS_HOOK = "a communication hook of your own"
 
     @classmethod
     def fusion(cls, mode: str) -> Mechanism:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from retime import DifferenceWarning, NoEffectWarning
+from support.browser import CHROMIUM, NO_CHROMIUM, Browser
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -29,6 +30,7 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
     if page.name != "CHANGELOG.md"
 )
+SITE = sorted((ROOT / "outputs" / "site").rglob("*.html"))
 NOT_RUN = {
     "mechanisms/memory_budget/README.md": 1,
     "mechanisms/out_of_order/README.md": 2,
@@ -177,13 +179,15 @@ def test_the_front_page_is_short() -> None:
     assert len(FRONT_PAGE.read_text(encoding="utf-8").splitlines()) <= FRONT_PAGE_LINES
 
 
-TEN_QUESTIONS = {
+QUESTIONS = {
     "What is it?": "makes one PyTorch training step faster, or smaller",
     "Does the result of training change?": "What cannot be kept equal is never silently different",
     "Does it run on a GPU?": "No GPU has run it yet",
     "How is it installed, and what does it need?": "Not on PyPI: install from a clone",
     "I run out of memory: what do I take?": r"train in less memory .*`memory_budget`",
     "DDP waits for the network: what do I take?": r"slow links .*`ooo_ddp`",
+    "Does it do pipelines, or several devices?": r"a model over several ranks.*`ooo_pipeline`",
+    "How much memory will training take?": r"`retime plan .*says .*memory",
     "What do I lose when I take it in the wrong place?": "measured; where it loses",
     "I clip gradients by norm: does it still work?": "turns it off .*clipping by norm",
     "How do I use it where I train?": "Lightning; .*A bare loop:.*Accelerate:.*transformers;",
@@ -191,10 +195,10 @@ TEN_QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("question", TEN_QUESTIONS)
+@pytest.mark.parametrize("question", QUESTIONS)
 def test_the_front_page_answers_what_a_newcomer_asks(question: str) -> None:
     page = " ".join(FRONT_PAGE.read_text(encoding="utf-8").split())
-    assert re.search(TEN_QUESTIONS[question], page)
+    assert re.search(QUESTIONS[question], page)
 
 
 def test_mechanisms_have_cards() -> None:
@@ -211,3 +215,13 @@ def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     named = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     return named | set(re.findall(r'<a id="([^"]+)"></a>', text))
+
+
+@pytest.mark.skipif(not SITE or CHROMIUM is None, reason=NO_CHROMIUM if SITE else "no site here: make docs")
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (400, False), (400, True)])
+def test_no_page_of_the_site_complains_or_scrolls_sideways(width: int, dark: bool, tmp_path: Path) -> None:
+    with Browser(tmp_path / "browser") as browser:
+        for page in SITE:
+            browser.open(page, width, dark=dark)
+            fits = browser.run("document.documentElement.scrollWidth <= innerWidth")
+            assert (fits, browser.errors) == (True, []), page

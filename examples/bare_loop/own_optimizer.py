@@ -1,4 +1,4 @@
-"""The plain script, with an optimizer class of one's own, which is fused as torch's are."""
+"""The plain script, with an optimizer class of your own, which is fused as torch's are."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The plain script on two ranks, which update each bucket of gradients when it has arrived: the bits of ddp."""
+"""The plain script on two ranks, which update each bucket of gradients when it has arrived: same bits as ddp."""
 
 import argparse
 

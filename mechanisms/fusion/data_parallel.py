@@ -43,7 +43,7 @@ class ReductionHook:
         reducer: sums gradients where there is no such hook, and is closed with this; None: as DDP does.
 
     Raises:
-        ValueError: a reducer and a hook of one's own, or something else has the model's communication hook.
+        ValueError: a reducer and a hook of your own, or something else has the model's communication hook.
     """
 
     @checked
@@ -56,7 +56,7 @@ class ReductionHook:
         reducer: Reducer | None = None,
     ) -> None:
         if reducer is not None and hook is not None:
-            raise ValueError("a reducer takes the place of a communication hook of one's own: leave out one of the two")
+            raise ValueError("a reducer takes the place of a communication hook of your own: leave out one of the two")
         self._listeners: list[DataParallelFusion] = []
         self._slot = comm_hook_of(model)
         self._hook = hook

@@ -93,12 +93,6 @@ class TestFit:
         assert {id(p) for p in module.parameters()} == trained
         assert callback.report().swapped == {"rnn": "GRU -> ScanGRU"}
 
-    def test_reports_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        lines: list[str] = []
-        monkeypatch.setattr("retime.callbacks.parallel_scan_backward.rank_zero_info", lines.append)
-        trainer(ParallelScanBackward()).fit(Sequences(), loader())
-        assert lines == ["retime: 1 of 1 recurrent modules converted"]
-
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
     def test_checkpoints_load_without_it_and_the_reverse(self, tmp_path: Any) -> None:
         saver = ModelCheckpoint(save_last=True, dirpath=tmp_path / "scan")

@@ -45,6 +45,10 @@ class Small(LightningModule):
         steps = self.trainer.estimated_stepping_batches
         return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=int(steps))]
 
+class Loads(Small):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*BATCH), batch_size=8)
+
 class Fails(Small):
     def training_step(self, batch, batch_idx):
         raise ZeroDivisionError("not this step's fault")
@@ -97,6 +101,11 @@ def test_a_process_trains_in_turns(folder: Path) -> None:
         (lane,) = running.steps(limit, 2, spans=True)["spans"]
         assert [[name for name, _, _ in step] for step in lane][-1][:2] == ["forward", "backward"]
         assert len(running.steps(limit, 3, threads=2, fused=False)["ms"]) == 3
+
+
+def test_layers_of_a_class_are_timed_alone(folder: Path) -> None:
+    with closing(Running(serve, request_of("Loads") | {"layers": True}, {}, 1, Limit(limit_s(60)))) as running:
+        assert [size for *_, size in running.first["layers"]] == [4 * 17 * 32, 0, 4 * 33 * 4]
 
 
 def test_an_error_is_a_reason_and_says_where(folder: Path) -> None:

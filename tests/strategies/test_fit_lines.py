@@ -50,11 +50,24 @@ def test_a_fit_says_what_it_will_do_and_did(name: str, tmp_path: Path, said: Any
     assert last.startswith(f"retime: {end}")
 
 
-def test_the_callback_says_so_too(tmp_path: Path, said: Any) -> None:
-    fit = trainer(tmp_path, "auto", callbacks=[retime.FuseOptimizer()])
-    fit.fit(BoringModel())
-    assert said()[0] == "retime: backward fusion of 1 of 1 optimizers"
-    assert said()[1:] == [f"retime: {fit.callbacks[0].report().headline}"]  # type: ignore[attr-defined]
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize(
+    ("kind", "begin"),
+    [
+        (retime.FuseOptimizer, "backward fusion of 1 of 1 optimizers"),
+        (retime.ParallelScanBackward, "1 of 1 recurrent modules converted"),
+        (retime.CPUMemoryPool, "CPU memory pool of at most 1.1 times the peak of live bytes"),
+    ],
+)
+def test_callbacks_say_so_too(kind: Any, begin: str, tmp_path: Path, said: Any) -> None:
+    model = BoringModel()
+    model.rnn = torch.nn.RNN(32, 32)
+    fit = trainer(tmp_path, "auto", callbacks=[kind()])
+    fit.validate(model, verbose=False)
+    assert said() == []
+    fit.fit(model)
+    end = fit.callbacks[0].report().headline  # type: ignore[attr-defined]
+    assert said() == [f"retime: {begin}", f"retime: {end}"]
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from retime import DifferenceWarning, NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
 from retime.mechanisms.pipeline import warn_of_parts
-from support.browser import CHROMIUM, click_through
+from support.browser import CHROMIUM, NO_CHROMIUM, click_through
 from support.pipeline_fits import FITS, Classifier, OnMeta, again, loader, trainer
 from support.ranks import RANK, RANKS, run_ranks, said_in
 from support.trainers import IGNORED_WARNINGS
@@ -222,10 +222,16 @@ TOLD = {
 """Of what `Perplexity` logs."""
 
 
-def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("counted")
+    done = run_ranks(2, __file__, case := f"counts|{folder}", timeout_s=100, joined=False)
+    return folder / "drawn", [json.loads(said_in(rank, case).splitlines()[-1]) for rank in done]
+
+
+def test_numbers_that_micro_batches_change_are_named(counted: tuple[Path, list[Any]], tmp_path: Path) -> None:
     """Once, by the first rank, although in the first batch all micro-batches are alike; all others are as they were."""
-    done = run_ranks(2, __file__, case := f"counts|{tmp_path}", timeout_s=100, joined=False)
-    first, last = (json.loads(said_in(rank, case).splitlines()[-1]) for rank in done)
+    drawn, (first, last) = counted
     assert last["said"] == {"counting": [], "perplexity": []}
     spread, recent, mean = first["said"]["counting"]
     assert mean.startswith("MeanMetric 'recent' takes a value from each micro-batch")
@@ -247,8 +253,8 @@ def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
             if here[name] != pytest.approx(there[name], rel=1e-4, abs=1e-5)
         }
         assert differ == set(TOLD)
-    assert (tmp_path / "drawn" / "2.png").stat().st_size > 1000
-    events = json.loads((tmp_path / "drawn" / "2.json").read_text())["traceEvents"]
+    assert (drawn / "2.png").stat().st_size > 1000
+    events = json.loads((drawn / "2.json").read_text())["traceEvents"]
     tasks = [event for event in events if event["ph"] == "X"]
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"rank0", "rank1"}
     stages, micro_batches = len({event["name"][1] for event in tasks}), 4
@@ -259,11 +265,14 @@ def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
         assert here.count("F") == micro_batches
         assert sum(gradients.get(kind, 0) for kind in here) == 2 * micro_batches
     assert min(event["ts"] for event in tasks) == 0
-    page = (tmp_path / "drawn" / "2.html").read_text()
+    page = (drawn / "2.html").read_text()
     assert "forward of stage 1, micro-batch 0" in page
     assert ": bubble " in page
-    if CHROMIUM is not None:
-        assert click_through(tmp_path / "drawn" / "2.html", tmp_path / "browser") == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+def test_a_page_of_a_pipeline_can_be_clicked_through(counted: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    assert click_through(counted[0] / "2.html", tmp_path / "browser") == []
 
 
 def test_timelines_are_of_pipelines(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ WRITTEN = (
     ("strategies/__init__.py", f"import {LAST}\n", "from retime.strategies.toy import ToyStrategy\n"),
     ("strategies/__init__.py", f'    "{LAST}",\n', '    "ToyStrategy",\n'),
     ("strategies/__init__.py", "] = (\n", '    ("toy_method", ToyStrategy, False, "as ever", {}),\n'),
-    ("foundations/compatibility.py", "hook of one's own\"\n", '    TOY = "a toy"\n'),
+    ("foundations/compatibility.py", 'hook of your own"\n', '    TOY = "a toy"\n'),
     ("foundations/compatibility.py", "_RIGHTS = {\n", "    Mechanism.TOY: _Rights(frozenset()),\n"),
     ("docs/start.md", "| result | card |\n|---|---|---|---|\n", ROW),
     ("docs/examples.md", "|---|---|---|---|---|\n", "| nothing | [toy](../examples/lightning/toy.py) | | | |\n"),

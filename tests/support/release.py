@@ -20,7 +20,8 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = (".py", ".cpp", ".hpp", ".yaml", ".html", ".typed")
-ARCHIVED = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml", "setup.py")
+ARCHIVED = ["CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "README.md"]
+ARCHIVED += ["SECURITY.md", "pyproject.toml", "setup.py"]
 SECTION = re.compile(r"^## \[(.+?)\](?: - (\d{4}-\d{2}-\d{2}))?\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
