@@ -55,7 +55,7 @@ def run(way: str, folder: str, on: bool, resume: str | None = None) -> Left:
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
-@on_ranks(2, joined=False)
+@on_ranks(2)  # in a start of its own, which short runs leave out
 def test_two_ranks_resume_in_both_directions_in_bf16_with_label_smoothing_and_evaluation() -> None:
     for way in WAYS:
         norms = way != "backward"
