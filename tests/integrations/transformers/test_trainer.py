@@ -18,8 +18,11 @@ from torch.utils.data import IterableDataset
 pytest.importorskip("transformers", reason="needs the extra lightning-retime[transformers]")
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
+from retime import declare_per_parameter
+from retime.foundations.lazy_updates import optimizers
 from retime.foundations.messages import DifferenceWarning
 from retime.integrations.transformers import FusedOptimizer, MemoryBudget
+from support.small_optimizers import Averaging, EightBit, LowRank
 from support.transformers_trainers import LENGTH, Left, assert_same, bert, fit, gpt2, left_by, texts, trainer
 
 pytestmark = [
@@ -427,3 +430,23 @@ def test_elements_are_clipped_in_backward_mode(tmp_path: Path) -> None:
     plain.add_callback(Clipping())
     FusedOptimizer(ours, "backward", clip_value=1e-3)
     assert_same(fit(plain), fit(ours), norms=False)
+
+
+@pytest.mark.parametrize("kind", [Averaging, LowRank, EightBit])
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_optimizers_that_update_as_other_libraries_do(
+    mode: str, kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedule-free, GaLore and 8-bit states; BERT has embeddings, gradients are accumulated, and it evaluates."""
+    monkeypatch.setattr(optimizers, "_declared", set())
+    declare_per_parameter(kind)
+    left = []
+    for fused in (False, True):
+        net = bert()
+        given = {"net": net, "optimizers": (kind(net.parameters()), None), "eval_strategy": "epoch"}
+        one = trainer(tmp_path, "bert", **given, max_grad_norm=0, gradient_accumulation_steps=3)
+        report = FusedOptimizer(one, mode).report if fused else None
+        left.append(fit(one))
+    assert_same(*left, norms=mode == "forward")
+    assert report is not None
+    assert report().fused_updates > 0
