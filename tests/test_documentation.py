@@ -6,6 +6,8 @@ optimizer and data. Blocks marked ``python no-run`` need several ranks or a GPU;
 """
 
 import contextlib
+import importlib
+import inspect
 import io
 import re
 import sys
@@ -20,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from retime import DifferenceWarning, NoEffectWarning
+from retime import DifferenceWarning, NoEffectWarning, strategies
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -34,6 +36,9 @@ NOT_RUN = {
     "mechanisms/out_of_order/README.md": 2,
     "mechanisms/pipeline/README.md": 3,
 }
+OTHERS = ["fusion.FuseOptimizer", "fusion.fuse_optimizer", "out_of_order.ReverseFirstK", "scan.ParallelScanBackward"]
+BARE = re.compile(r"isms\.(\w+)\.(\w+)\n")
+GIVEN = {"model", "optimizer", "optimizers", "ddp_kwargs", "named"}
 MOST_WORDS = 30
 FRONT_PAGE, FRONT_PAGE_LINES, FRONT_PAGE_WORDS = ROOT / "README.md", 120, 25
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
@@ -204,6 +209,31 @@ def test_mechanisms_have_cards() -> None:
     inside = [folder.name for folder in budgets.iterdir() if (folder / "__init__.py").exists()]
     card = (budgets / "README.md").read_text(encoding="utf-8")
     assert [name for name in inside if f"`{name}/`" not in card] == []
+
+
+def test_cards_have_every_option() -> None:
+    api, start = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("api.md", "start.md"))
+    rows = re.findall(r"`()(\w+Strategy)` \|.*\.\./(\w+/\w+)/README", start)
+    rows += [(f".mechanisms.{room}", one, f"mechanisms/{room}") for room, one in BARE.findall(api)]
+    rows += [("", one, f"mechanisms/{room}") for room, one in (other.split(".") for other in OTHERS)]
+    rows += [("", "CPUMemoryPool", "foundations/cpu_pool")]
+    above = (
+        lightning.pytorch.strategies.DDPStrategy,
+        lightning.pytorch.strategies.SingleDeviceStrategy,
+        nn.parallel.DistributedDataParallel,
+    )
+    given = GIVEN.union(*(inspect.signature(one).parameters for one in above))
+    for module, one, room in rows:
+        code = re.findall(r"`([^`\n]+)`", (ROOT / room / "README.md").read_text(encoding="utf-8"))
+        arguments = inspect.signature(getattr(importlib.import_module(f"retime{module}"), one)).parameters
+        assert set(arguments) - given <= set(re.findall(r"\w+", " ".join(code))), one
+
+
+@pytest.mark.parametrize("face", ["retime", "retime.integrations.accelerate", "retime.integrations.transformers"])
+def test_the_api_page_has_every_object(face: str) -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    wanted = set(importlib.import_module(face).__all__) - set(strategies.__all__)  # the site adds these
+    assert wanted <= set(re.findall(rf"^\.\. auto\w+:: {face}\.(\w+)$", page, re.MULTILINE))
 
 
 def anchors(page: Path) -> set[str]:
