@@ -6,6 +6,8 @@ optimizer and data. Blocks marked ``python no-run`` need several ranks or a GPU;
 """
 
 import contextlib
+import importlib
+import inspect
 import io
 import re
 import sys
@@ -20,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from retime import DifferenceWarning, NoEffectWarning
+from retime import DifferenceWarning, NoEffectWarning, strategies
 from support.browser import CHROMIUM, NO_CHROMIUM, Browser
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +38,9 @@ NOT_RUN = {
     "mechanisms/out_of_order/README.md": 2,
     "mechanisms/pipeline/README.md": 3,
 }
+OTHERS = ["fusion.FuseOptimizer", "out_of_order.ReverseFirstK", "scan.ParallelScanBackward", "cpu_pool.CPUMemoryPool"]
+BARE = re.compile(r"isms\.(\w+)\.(\w+)\n")
+FUSE, GIVEN = ("fusion", "fuse_optimizer"), {"model", "optimizer", "optimizers", "ddp_kwargs", "named"}
 MOST_WORDS = 30
 FRONT_PAGE, FRONT_PAGE_LINES, FRONT_PAGE_WORDS = ROOT / "README.md", 120, 25
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
@@ -208,6 +213,26 @@ def test_mechanisms_have_cards() -> None:
     inside = [folder.name for folder in budgets.iterdir() if (folder / "__init__.py").exists()]
     card = (budgets / "README.md").read_text(encoding="utf-8")
     assert [name for name in inside if f"`{name}/`" not in card] == []
+
+
+def test_cards_have_every_option() -> None:
+    api, start = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("api.md", "start.md"))
+    rows = [(one, room, "retime") for one, room in re.findall(r"`(\w+Strategy)` \|.*/(\w+)/README", start)]
+    rows += [(one, room, f"retime.mechanisms.{room}") for room, one in [*BARE.findall(api), FUSE]]
+    rows += [(one, room, "retime") for room, one in (other.split(".") for other in OTHERS)]
+    above = (getattr(lightning.pytorch.strategies, name) for name in ("DDPStrategy", "SingleDeviceStrategy"))
+    given = GIVEN.union(*(inspect.signature(one).parameters for one in [*above, nn.parallel.DistributedDataParallel]))
+    for one, room, module in rows:
+        (card,) = ROOT.glob(f"*/{room}/README.md")
+        words = re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", card.read_text(encoding="utf-8"))))
+        assert {*inspect.signature(getattr(importlib.import_module(module), one)).parameters} - given <= {*words}, one
+
+
+@pytest.mark.parametrize("face", ["retime", "retime.integrations.accelerate", "retime.integrations.transformers"])
+def test_the_api_page_has_every_object(face: str) -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    there = re.findall(rf"^\.\. auto\w+:: {face}\.(\w+)$", page, re.MULTILINE)
+    assert {*importlib.import_module(face).__all__} <= {*there, *strategies.__all__}  # the site adds the latter
 
 
 def anchors(page: Path) -> set[str]:

@@ -50,13 +50,13 @@ Auto = Literal["auto"]
 class OutOfOrderPipeline:
     """Pipeline parallel training of an unmodified module: each process has some of the layers.
 
+    In a loop::
+
         optimizer, scheduler = accelerator.prepare(optimizer, scheduler)      # not the model
         pipeline = OutOfOrderPipeline(accelerator, model, optimizer)
         for batch in loader:                                # the same batch on all processes of a pipeline
             with accelerator.accumulate(model):
                 loss = pipeline.train_batch(batch, lambda part: loss_fn(model(part[0]), part[1]))
-                if accelerator.sync_gradients:
-                    pipeline.clip_grad_norm_(1.0)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

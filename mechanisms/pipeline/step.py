@@ -134,6 +134,8 @@ _NOT_YET = "the model is whole on all ranks before its first batch"
 class PipelineStep:
     """Runs a step's forward and backward passes over the ranks of a group, micro-batch by micro-batch.
 
+    In a bare loop::
+
         pipeline = PipelineStep(model, microbatches=8)      # on all ranks, after init_process_group
         for batch in loader:                                # the same batch on all of them
             results = pipeline.train(lambda part: loss_fn(model(part[0]), part[1]), batch)
@@ -156,14 +158,12 @@ class PipelineStep:
             those that give the shortest simulated step.
         activation_cap: bytes of activations that a rank may keep.
         split: how layers become stages: ``"even"``: each rank has as equal a share of the parameters' bytes as whole
-            layers allow, the same in every run; ``"fastest"``: by measured times; or the name of each stage's first
-            layer.
+            layers allow, the same in every run; ``"fastest"``: by measured times; or each stage's first layer.
         loss_weight: what a step divides its sum by, where its operations do not tell: ``"samples"``, ``"sum"``
             (nothing), or a function from a batch to a number, called with the whole batch and with each micro-batch,
             which counts ``loss_weight(micro_batch) / loss_weight(batch)``.
         quiet: a context around runs that are only tried out.
-        hollow: the model, if it was built on the meta device: each rank gives values to its own layers only, and keeps
-            them in the end.
+        hollow: the model, if it was built on the meta device: each rank fills its own layers only, and keeps them.
 
     Raises:
         PipelineError: there is nothing to cut.
