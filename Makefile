@@ -37,11 +37,13 @@ check: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/typed .
 	cd build/typed && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p retime
 
-# The documentation site, without a warning; its front page is outputs/site/index.html.
+# The documentation site, without a warning, and looked at in a browser if there is one; its front page is
+# outputs/site/index.html.
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	rm -rf outputs/site
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d outputs/doctrees -c docs . outputs/site
+	$(BIN)/python -m pytest -q tests/test_documentation.py -k sideways
 
 # dist/: the source archive, and from it the wheel, with its C++ parts compiled for the torch of this environment.
 wheel: $(STAMP)
