@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 
-import retime
+from retime.commands.advise_worker import DDP_BUCKET_MB, Method, ddp
 from retime.foundations.measure import Spread, spread
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.workers import Answer, Worker
@@ -49,7 +48,7 @@ class Followed(CaseRecipe[AdviceSettings]):
     on_cpu = "trains on a CPU"
 
     def references(self, point: Point) -> dict[str, str]:
-        return {"speed over the strongest plain step": PLAIN}
+        return {"speed over the strongest plain step": PLAIN, "on ranks: speed over ddp": DDP}
 
     def measure(self, settings: AdviceSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = settings.cases[at["case"]]
@@ -61,8 +60,10 @@ class Followed(CaseRecipe[AdviceSettings]):
             ways[ADVISED] = _way(row)
         if (row := _named(advice, ON_RANKS)) is not None:
             tried = advice["plain"]["ddp_tried_ms"]
-            best = {"bucket_cap_mb": int(min(tried, key=tried.__getitem__))} if tried else {}
-            ways |= {DDP: {**_way(row), "strategy": "ddp", "arguments": best}, ON_RANKS: _way(row)}
+            peer = ddp(int(min(tried, key=tried.__getitem__, default=DDP_BUCKET_MB)))
+            kept_heap = advice["plain"]["strongest"]["kept_heap"]
+            own = {"strategy": peer.strategy, "arguments": peer.arguments, "callback": "", "kept_heap": kept_heap}
+            ways |= {DDP: _way(row) | own, ON_RANKS: _way(row)}
         times: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(settings.processes):
             for name in ways if number % 2 else reversed(ways):
@@ -181,10 +182,7 @@ def _fit(request: dict[str, Any]) -> float:
     """The median step of a fit, of batches that are not alike."""
     case, way = request["case"], request["way"]
     torch.set_num_threads(way["threads"])
-    name = way["strategy"] or "auto"
-    kind = DDPStrategy if name == DDP else getattr(retime, name) if name[0].isupper() else None
-    strategy = name if kind is None else kind(**way["arguments"])
-    callbacks = [getattr(retime, way["callback"])()] if way["callback"] else []
+    asked = Method("", way["strategy"] or "auto", way["arguments"], callback=way["callback"] or "").options()
     batches = build_batches(case["data"], case["batch_size"], 8)
     batches = (batches * (_WARM_STEPS + request["steps"]))[: _WARM_STEPS + request["steps"]]
     with warnings.catch_warnings():
@@ -194,7 +192,12 @@ def _fit(request: dict[str, Any]) -> float:
         flags = {"fused": True} if request["fused"] else {}
         devices = 2 if way["ranks"] else 1
         done = train(
-            Run(lambda: strategy, flags), model, batches, case["optimizer"], devices=devices, callbacks=callbacks
+            Run(lambda: asked["strategy"], flags),
+            model,
+            batches,
+            case["optimizer"],
+            devices=devices,
+            callbacks=asked["callbacks"],
         )
     return statistics.median(done.step_ms[-request["steps"] :])
 

@@ -29,7 +29,7 @@ KINDS = ("backward pass, the rest", "forward pass", "output gradients", "weight 
 REST, FORWARD, OUTPUT, WEIGHT, UPDATE = range(len(KINDS))
 MAIN, SUB, OTHERS = "main thread", "sub-stream", "other threads of kernels"
 BUSY, BOXES, SETTINGS = "one step", "one step, boxes", "one step, settings"
-TURNED_PLAIN, TURNED_OFF = "plain", "taken off"
+PLAIN, FUSED, TWO_STREAMS, TAKEN_OFF = "plain", "plain, fused_optimizer", "two streams", "taken off"
 _SHORT = {MAIN: "main", SUB: "sub-stream", OTHERS: "others"}
 LEGEND = (
     "time from the step's start (ms); white: the thread runs none of these\n"
@@ -218,29 +218,33 @@ def label(kind: str, threads: int) -> str:
     return f"{kind}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def in_turns(case: Case, seed: int, rounds: int, two: dict[str, Any], fused: bool) -> dict[str, list[float]]:
+def in_turns(case: Case, seed: int, rounds: int, two: dict[str, Any], first: int) -> dict[str, list[float]]:
     """Return milliseconds of a step, a value a round: plain, on two streams, and with two streams taken off again.
 
     All are in one process, so that they share a heap and its pages: what processes differ by is not among them. Labels
-    end with the number of threads, as plain steps are tried with each; two streams have a single setting.
+    end with the number of threads, as plain steps are tried with each; two streams have a single setting. Where these
+    fuse updates, there are plain steps with and without fusion, and those from which they were taken off have it.
 
     Args:
         two: that setting, as of :func:`middle_step`.
-        fused: whether plain steps update in their backward pass.
+        first: which of the loops is made first, as a later one has other places in the heap.
     """
-    threads, forward = two["threads"], two["forward"]
-    plain = Loop(case, seed, threads, two=False, fused=fused)
-    on, off = (Loop(case, seed, threads, two=True, layers=two["layers"]) for _ in range(2))
-    plain.warm_up()
-    on.warm_up(forward)
-    off.warm_up()
-    off.two._take_off()
-    blocks = {"two streams": partial(on.turn_ms, on.two._now.forward_threads)}
+    threads, fuses = two["threads"], bool(case.get("fuse_updates"))
+    on_two = partial(Loop, case, seed, threads, two=True, layers=two["layers"])
+    kinds = {PLAIN: partial(Loop, case, seed, threads, two=False), TAKEN_OFF: on_two, TWO_STREAMS: on_two}
+    kinds |= {FUSED: partial(Loop, case, seed, threads, two=False, fused=True)} if fuses else {}
+    names = list(kinds)
+    loops: dict[str, Loop] = {}
+    for number in range(first, first + len(names)):
+        name = names[number % len(names)]
+        loops[name] = kinds[name]()
+        loops[name].warm_up(two["forward"] or threads if name == TWO_STREAMS else 0)
+    loops[TAKEN_OFF].two._take_off()
+    blocks = {TWO_STREAMS: partial(loops[TWO_STREAMS].turn_ms, two["forward"] or threads)}
     for number in range(1, threads + 1):
-        for name, loop in ((TURNED_PLAIN, plain), (TURNED_OFF, off)):
-            blocks[label(name, number)] = partial(loop.turn_ms, number)
+        blocks |= {label(one, number): partial(loops[one].turn_ms, number) for one in names if one != TWO_STREAMS}
     turns = interleave(blocks, rounds)
-    for loop in (plain, on, off):
+    for loop in loops.values():
         loop.close()
     return turns
 

@@ -11,18 +11,18 @@ have each sort by itself.
 In cases with ``fuse_updates`` two streams have updates on the sub-stream, and ``fused_optimizer`` is one of the plain
 steps.
 
-A process more has bare loops: plain steps, steps on two streams, and steps from which these were taken off, in turns,
-so that what processes differ by is not among them. It also records one step of either kind, kernel by kernel, and
-counts the bytes alive. The plain step is that of the verdict, in cases with ``fuse_updates`` the best
-``fused_optimizer``; two streams have the setting that the search of their last fit kept, or else the fastest that it
-tried.
+Processes more have bare loops. In each of `processes`, plain steps, steps on two streams, and steps from which these
+were taken off take turns, so that what processes differ by is not among them. Another records one step of either kind,
+kernel by kernel, and counts the bytes alive. The plain step is that of the verdict, in cases with ``fuse_updates`` the
+best ``fused_optimizer``; two streams have the setting that the search of their last fit kept, or else the fastest that
+it tried.
 
 On a GPU (`hardware=cuda`, and the cases that say ``device: cuda``) fits of one process take turns: plain, compiled for
 few launches, with the network's passes in torch's own CUDA graphs, and two streams without graphs, with them and by
 search. CUDA events time the steps behind those of a search; a ratio is of the fits of one round.
 
 A case takes `processes` times allocators times (a start of about 10 s and 50 to 80 steps of each fit). On two cores
-`ooo_fig7` and `ooo_fig7_more` take about 30 minutes each, `ooo_fig7_compiled`, which compiles for minutes, about 35.
+`ooo_fig7` and `ooo_fig7_more` take about 40 minutes each, as does `ooo_fig7_compiled`, which compiles for minutes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ SEARCH_STEPS = 40
 WARM_UP_STEPS = 8
 """Of the other fits."""
 NOT_SLOWER, OVER_GRAPH = 0.99, 1.05
-KEPT_ON = "two streams that stay on, over the best plain step of their process"
 TAKEN_OFF = "two streams taken off, over the plain step of their process"
 PEAKS = 3
 """How often bytes are counted."""
@@ -163,12 +162,9 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 if ours is not None and over is not None:
                     note = f"{_case(point)}, {_how(ours)}, over {best}; {on_and_off(point, ours, over)}"
                     lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
-            if (best := fastest_turned(point)) is not None:
-                plain, off = (f"{name}, {best}" for name in (one_step.TURNED_PLAIN, one_step.TURNED_OFF))
-                for words, ours, least in ((KEPT_ON, TWO_STREAMS, wanted), (TAKEN_OFF, off, NOT_SLOWER)):
-                    over = point.speedup(plain, ours, TURNED)
-                    note = f"{_case(point)}, over {plain}; {verdict(over, least)}"
-                    lines.append(Comparison(Target(words, "x", least), over, note))
+            if (gain := taken_off(point)) is not None:
+                note = f"{_case(point)}, over {gain[0]}; {verdict(gain[1], NOT_SLOWER)}"
+                lines.append(Comparison(Target(TAKEN_OFF, "x", NOT_SLOWER), gain[1], note))
         return [*lines, *_papers(result)]
 
     def notes(self, result: Result) -> list[str]:
@@ -188,6 +184,10 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             for label, over in gains(point).items():
                 sorts = f"{_how(label)}, {on_and_off(point, label, over)}"
                 lines.append(f"- {case}: two streams over {plain}: {show(over, 'x')} with {sorts}")
+            if (kept := kept_on(point)) is not None:
+                lines.append(
+                    f"- {case}: two streams that stay on, over {kept[0]} of their process: {show(kept[1], 'x')}"
+                )
             lines += [f"- {case}, {label}: {report}" for label, report in point.facts["reports"].items()]
             if one_step.SETTINGS in point.facts:
                 lines.append(f"- {case}: drawn are {point.facts[one_step.SETTINGS]}.")
@@ -218,7 +218,7 @@ def _draw_gains(axes: Any, result: Result) -> None:
     for kind, words in ((COMPILED, "the best compiled step"), (GRAPH, "a CUDA graph alone")):
         over = [best_gain(point, kind)[2] for point in result.points]
         series += [(f"over {words}", over)] if any(over) else []
-    turned = [kept_on(point) for point in result.points]
+    turned = [gain and gain[1] for gain in map(kept_on, result.points)]
     series += [("over plain, kept on in one process", turned)] if any(turned) else []
     for index, (words, values) in enumerate(series):
         places = [number + 0.16 * (index - (len(series) - 1) / 2) for number in range(len(values))]
@@ -233,10 +233,10 @@ ON_CPU = (
     "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have the same "
     "allocator. All take turns in each round, and quartiles are over rounds. A fit whose search took two streams off "
     "runs plain steps; ratios pool it with fits that kept them, and remarks have each by itself where there are both. "
-    "Steps of one process are those of bare loops that take turns with one heap: processes differ by more than two "
-    "streams gain. One that has had two streams taken off runs a plain step's code, so its ratio shows what such turns "
-    "can tell apart. Bytes alive are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare "
-    "loop in which two streams stay on."
+    "Steps of one process are those of bare loops that take turns with one heap, as processes differ by more than two "
+    "streams gain; quartiles are over the rounds of all such processes. Steps from which two streams were taken off "
+    "have the code of those that they are held against: their ratio shows what such turns can tell apart. Bytes alive are "
+    "those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in which two streams stay on."
 )
 ON_DEVICE = (
     f"Fits take turns in each round, and quartiles are over rounds. CUDA events time the steps after {SEARCH_STEPS} of "
@@ -278,12 +278,17 @@ def _look(
     facts: dict[str, Any],
 ) -> list[Row]:
     """One step of either kind goes to `facts`; rows of steps in turns, and of peaks if bytes can be counted here."""
+    rows, turned = list[Row](), dict[str, list[float]]()
+    for number in range(settings.processes):
+        turns = {"do": "turns", "rounds": settings.rounds, "two": drawn[TWO_STREAMS], "first": number}
+        workers = {"": Worker(Server, request, settings.timeout_s, environment=environment)}
+        with closing(workers):
+            for label, values in workers[""].ask(turns).items():
+                turned.setdefault(label, []).extend(values)
+    rows += [Row(label, TURNED, "ms", values) for label, values in turned.items()]
     workers = {"": Worker(Server, request, settings.timeout_s, environment=environment)}
-    rows = []
     with closing(workers):
         ask = workers[""].ask
-        turns = {"rounds": 2 * settings.rounds, "two": drawn[TWO_STREAMS], "fused": drawn[PLAIN]["fused"]}
-        rows += [Row(label, TURNED, "ms", values) for label, values in ask({"do": "turns", **turns}).items()]
         facts |= ask({"do": "both_steps", **drawn})
         which = {key: drawn[TWO_STREAMS][key] for key in ("threads", "layers")}
         try:
@@ -357,18 +362,19 @@ def gains(point: Point) -> dict[str, Spread]:
     return {label: point.speedup(best, label, STEP) for label, best in plain.items() if best is not None}
 
 
-def fastest_turned(point: Point) -> str | None:
-    """With how many threads the plain steps were fastest that took turns in one process; None: none did."""
-    prefix = f"{one_step.TURNED_PLAIN}, "
-    labels = [label for label in point.variants(TURNED) if label.startswith(prefix)]
-    best = point.fastest(labels, TURNED)
-    return None if best is None else best.removeprefix(prefix)
+def kept_on(point: Point) -> tuple[str, Spread] | None:
+    """The best plain step of those that took turns in one process, and the speed of two streams over it; None: none."""
+    best = point.fastest([label for label in point.variants(TURNED) if label.startswith(PLAIN)], TURNED)
+    return None if best is None else (best, point.speedup(best, TWO_STREAMS, TURNED))
 
 
-def kept_on(point: Point) -> Spread | None:
-    """Speed of two streams that stay on over the best plain step of the same process; None: none took turns."""
-    best = fastest_turned(point)
-    return None if best is None else point.speedup(f"{one_step.TURNED_PLAIN}, {best}", TWO_STREAMS, TURNED)
+def taken_off(point: Point) -> tuple[str, Spread] | None:
+    """As :func:`kept_on`, of steps from which two streams were taken off, over those that run the same code."""
+    if (gain := kept_on(point)) is None:
+        return None
+    threads = gain[0].rpartition(", ")[2]
+    same = f"{one_step.FUSED if point.settings['case'].get('fuse_updates') else PLAIN}, {threads}"
+    return same, point.speedup(same, f"{one_step.TAKEN_OFF}, {threads}", TURNED)
 
 
 def on_and_off(point: Point, ours: str, over: Spread) -> str:
@@ -404,7 +410,7 @@ class Server:
 
     def turns(self, request: dict[str, Any]) -> dict[str, list[float]]:
         """Return what steps of bare loops take that have turns in this process."""
-        return one_step.in_turns(self._case, self._seed, request["rounds"], request["two"], request["fused"])
+        return one_step.in_turns(self._case, self._seed, request["rounds"], request["two"], request["first"])
 
     def compile(self, request: dict[str, Any]) -> float:
         """Return the seconds of compiling."""

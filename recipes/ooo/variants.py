@@ -4,7 +4,7 @@ ddp                 Lightning's DDPStrategy with static_graph and gradient_as_bu
 ddp_layer_buckets   the same with buckets of about one layer: the strongest plain setting where buckets are the limit
 ddp_tuned_buckets   the same with buckets of the size that ours takes, by the same measurement of the links
 priority            as BytePS: first layers' gradients leave first, in partitions, and no weight gradient is deferred
-priority_4          the same with up to 4 partitions on their way at once, as many as ByteScheduler's credit allows
+priority_4          the same with up to 4 partitions on their way at once (ByteScheduler's credit; the number is ours)
 ooo_k3              out of order, weight gradients of the first 3 layers deferred
 ooo_auto            out of order, k found by its own search in the first steps of this run
 ooo_tuned           out of order with the k that ooo_auto found before in the same process
