@@ -82,7 +82,7 @@ class Followed(CaseRecipe[AdviceSettings]):
                 if over is None or advised is None:
                     continue
                 named, undecided = advised["gain"]["median"], not advised.get("is_steady", True)
-                note = ", how much is undecided" if undecided else f": named {named:.3f}, trained {over.median:.3f}"
+                note = ", size undecided" if undecided else f": named {named:.3f}, trained {over.median:.3f}"
                 note = f"{advised['name']}{', over ddp' if name == ON_RANKS else ''}{note}"
                 lines.append(Comparison(NEVER_SLOWER, over, f"{case}: {note}"))
                 lines += [] if undecided else [Comparison(GAIN_HOLDS, off_by(over, named), f"{case}: {note}")]

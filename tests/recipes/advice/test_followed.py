@@ -73,7 +73,7 @@ def test_the_gain_is_held_against_what_was_named() -> None:
 def test_a_gain_by_training_that_spreads_around_what_was_named_is_not_off_for_sure() -> None:
     unsteady = made_up([10.0] * 5, [11.0] * 5)
     unsteady.points[0].facts["advice"]["methods"][0]["is_steady"] = False
-    assert "how much is undecided" in Followed().compare(unsteady)[-1].note
+    assert "size undecided" in Followed().compare(unsteady)[-1].note
     for plain, reach in (([11.0, 10.8, 11.6, 11.0, 12.0], (0.0, 1.16 / 1.1 - 1)), ([12.0] * 5, (12 / 11 - 1,) * 2)):
         *_, off = Followed().compare(made_up(plain, [10.0] * 5))
         assert off.measured.reach == pytest.approx(reach)
