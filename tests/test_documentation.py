@@ -1,8 +1,8 @@
 """The pages for users are true as far as a machine can tell: code runs, prints what stands below it, and links lead.
 
 A block of Python on a page runs by itself, with the names of :func:`names` at hand: what a reader has too, a model, an
-optimizer and data. Blocks marked ``python no-run`` need several ranks or a GPU; :data:`NOT_RUN` counts them. A block
-``text`` right behind a block of Python is what that prints.
+optimizer and data. Blocks marked ``python no-run`` need several ranks or a GPU, or are lines of a script; they are
+counted (:data:`NOT_RUN`). A block ``text`` right behind a block of Python is what that prints.
 """
 
 import contextlib
