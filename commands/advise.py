@@ -466,7 +466,7 @@ class _Measuring:
                 row.verdict = judged(row.gain) if agree else UNDECIDED
             row.is_steady = max(first, second) <= _APART * min(first, second)
             if not row.is_steady:
-                row.notes.append(f"how much is undecided: {first:.2f} times in some processes, {second:.2f} in others")
+                row.notes.append(f"size undecided: {first:.2f} times in some processes, {second:.2f} in others")
             progress(_short(row))
 
     def _simulate(self, link_bits: float) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
-from retime import strategies
-
 project, author = "retime", "the authors of retime"
 release = metadata.version("lightning-retime")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -66,9 +64,6 @@ def add_contents(_: Sphinx, page: str, source: list[str]) -> None:
     if page == root_doc:
         for caption, pages in CONTENTS.items():
             source[0] += _table(f":caption: {caption}", *(f"/{one}" for one in pages))
-    elif page == "docs/api":
-        classes = "\n".join(f".. autoclass:: retime.{name}" for name in strategies.__all__)
-        source[0] = source[0].replace(".. each class of retime.strategies", classes)
     elif page == "results/README":
         # its anchors are HTML, which a code host shows; Sphinx knows those of spans
         source[0] = re.sub(r'<a id="([^"]+)"></a>', r"[]{#\1}", source[0]) + _table(":glob:", "**/result")

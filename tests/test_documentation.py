@@ -1,8 +1,8 @@
 """The pages for users are true as far as a machine can tell: code runs, prints what stands below it, and links lead.
 
 A block of Python on a page runs by itself, with the names of :func:`names` at hand: what a reader has too, a model, an
-optimizer and data. Blocks marked ``python no-run`` need several ranks or a GPU; :data:`NOT_RUN` counts them. A block
-``text`` right behind a block of Python is what that prints.
+optimizer and data. Blocks marked ``python no-run`` need several ranks or a GPU, or are lines of a script; they are
+counted (:data:`NOT_RUN`). A block ``text`` right behind a block of Python is what that prints.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import inspect
 import io
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from retime import DifferenceWarning, NoEffectWarning, strategies
+from retime import DifferenceWarning, NoEffectWarning
 from support.browser import CHROMIUM, NO_CHROMIUM, Browser
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,8 @@ PAGES = sorted(
 )
 SITE = sorted((ROOT / "outputs" / "site").rglob("*.html"))
 NOT_RUN = {
+    **dict.fromkeys(("docs/examples.md", "docs/transformers.md", "docs/questions/gradient_accumulation.md"), 1),
+    **dict.fromkeys((f"docs/questions/{one}.md" for one in ("how_much_memory", "rnns_on_a_cpu", "slow_ddp")), 1),
     "mechanisms/memory_budget/README.md": 1,
     "mechanisms/out_of_order/README.md": 2,
     "mechanisms/pipeline/README.md": 3,
@@ -44,6 +47,7 @@ FUSE, GIVEN = ("fusion", "fuse_optimizer"), {"model", "optimizer", "optimizers",
 MOST_WORDS = 30
 FRONT_PAGE, FRONT_PAGE_LINES, FRONT_PAGE_WORDS = ROOT / "README.md", 120, 25
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+QUOTE = re.compile(r"^ *<!-- from (\S+) -->\n *```python no-run\n(.*?)^ *```\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`([\w.]+(?:/[\w.]+)*/[\w]+\.(?:py|cpp|md|yaml|json))`")
 
@@ -156,6 +160,16 @@ def test_blocks_that_do_not_run_are_counted() -> None:
         compile(block.code, str(block.page), "exec")
 
 
+def test_quoted_lines_are_those_of_the_script_in_that_order() -> None:
+    for page in PAGES:
+        quotes = QUOTE.findall(text := page.read_text(encoding="utf-8"))
+        assert len(quotes) == text.count("<!-- from examples/"), page
+        for script, code in quotes:
+            there = iter((ROOT / script).read_text(encoding="utf-8").replace("\n    ", "\n").splitlines())
+            for line in textwrap.dedent(code).splitlines():
+                assert line == "..." or line in there, f"{name_of(page)}: {script} has no such line here: {line}"
+
+
 @pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page)) for page in PAGES])
 def test_links_and_names_of_files_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -232,7 +246,7 @@ def test_cards_have_every_option() -> None:
 def test_the_api_page_has_every_object(face: str) -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     there = re.findall(rf"^\.\. auto\w+:: {face}\.(\w+)$", page, re.MULTILINE)
-    assert {*importlib.import_module(face).__all__} <= {*there, *strategies.__all__}  # the site adds the latter
+    assert {*importlib.import_module(face).__all__} <= {*there}
 
 
 def anchors(page: Path) -> set[str]:

@@ -70,7 +70,7 @@ class Cells:
             ValueError: there is no schedule of that name.
         """
         if name not in (ONE, *_URGENCIES):
-            raise ValueError(f"schedules: {name!r} is unknown here; there are {GPIPE}, {PAPERS1} and {PAPERS2}")
+            raise ValueError(f"schedules: {name!r} is unknown here; there are {', '.join(map(repr, _URGENCIES))}")
         batches = self.micro_batches if name in (GPIPE, GPIPE_STATE_FIRST) else 1
         jobs = self.jobs(batches, split=name in (PAPERS1, PAPERS2))
         share = self.fixed + (1 - self.fixed) / batches

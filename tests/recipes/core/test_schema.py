@@ -15,6 +15,7 @@ from retime.recipes.__main__ import experiments
 from retime.recipes.core.recipe import result_folder
 from retime.recipes.core.schema import Hardware, Settings, register_all, settings_of
 from retime.recipes.fusion.settings import FusionSettings
+from retime.recipes.ooo.single_device import SingleDevice
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
 WORDS_OF_LAST_COLUMN = ", (simulated|counted)( without memory| from its plan|(?= in )|(?=, )|$)"
@@ -59,7 +60,8 @@ def runs_on(experiment: Any) -> str:
         return "root"
     if "/hardware" in defaults or recipe.on_cpu == "counts without a device":
         return "simulated" if recipe.simulated else "counted"
-    return "processor" if recipe.on_cpu else "processor or GPU"
+    only_cpu = recipe is SingleDevice and not re.search("device: cuda", OmegaConf.to_yaml(experiment.cases))
+    return "processor" if recipe.on_cpu or only_cpu else "processor or GPU"
 
 
 def test_the_page_lists_each_experiment_once_with_its_paper_and_what_it_runs_on() -> None:
