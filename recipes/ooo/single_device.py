@@ -230,13 +230,14 @@ def _draw_gains(axes: Any, result: Result) -> None:
 
 
 ON_CPU = (
-    "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have the same "
-    "allocator. All take turns in each round, and quartiles are over rounds. A fit whose search took two streams off "
-    "runs plain steps; ratios pool it with fits that kept them, and remarks have each by itself where there are both. "
-    "Steps of one process are those of bare loops that take turns with one heap, as processes differ by more than two "
-    "streams gain; quartiles are over the rounds of all such processes. Steps from which two streams were taken off "
-    "have the code of those that they are held against: their ratio shows what such turns can tell apart. Bytes alive "
-    "are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in which two streams stay on."
+    "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have the "
+    "same allocator. All take turns in each round, and quartiles are over rounds. A fit whose search took two "
+    "streams off runs plain steps; ratios pool it with fits that kept them, and remarks have each by itself where "
+    "there are both. Steps of one process are those of bare loops that take turns with one heap, as processes "
+    "differ by more than two streams gain; quartiles are over the rounds of all such processes. Steps from which "
+    "two streams were taken off have the code of those that they are held against: their ratio shows what such "
+    "turns can tell apart. Bytes alive are those of tensors of 16 KiB and more and of oneDNN's scratch, counted in "
+    "a bare loop in which two streams stay on."
 )
 ON_DEVICE = (
     f"Fits take turns in each round, and quartiles are over rounds. CUDA events time the steps after {SEARCH_STEPS} of "
