@@ -58,7 +58,7 @@ _ROUNDS, _SEARCH_ROUNDS = 9, 5
 _FAR_BEHIND = 1.3
 """A plain setting whose least time is so many times the fastest one's is tried no more."""
 _APART = 1.05
-"""Least gain that is advised, and most by which two measurements may differ: a choice, as steps differ by process."""
+"""Least gain of either measurement that is advised, and most by which they may differ: a choice, as processes differ."""
 _MOST_RANKS = 64
 _LATENCY_MS, _BUCKETS = 0.05, tuple(size * 2**20 for size in (1, 4, 25, 100))
 """Of simulated networks: of a message; bytes of DDP's buckets, of which the best count, for either way."""
@@ -462,7 +462,7 @@ class _Measuring:
             first, second = row.gain.median, again.gain.median
             row.gain = spread([*row.gain.rounds, *again.gain.rounds])
             if row.verdict == FASTER:
-                agree = again.verdict == FASTER and row.gain.median >= _APART
+                agree = again.verdict == FASTER and min(first, second) >= _APART
                 row.verdict = judged(row.gain) if agree else UNDECIDED
             row.is_steady = max(first, second) <= _APART * min(first, second)
             if not row.is_steady:
