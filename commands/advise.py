@@ -58,7 +58,7 @@ _ROUNDS, _SEARCH_ROUNDS = 9, 5
 _FAR_BEHIND = 1.3
 """A plain setting whose least time is so many times the fastest one's is tried no more."""
 _APART = 1.05
-"""Least gain of either measurement that is advised, and most by which they may differ: a choice, as processes differ."""
+"""Least gain of either measurement that is advised, most by which they differ; a choice, as processes differ."""
 _MOST_RANKS = 64
 _LATENCY_MS, _BUCKETS = 0.05, tuple(size * 2**20 for size in (1, 4, 25, 100))
 """Of simulated networks: of a message; bytes of DDP's buckets, of which the best count, for either way."""
