@@ -33,10 +33,11 @@ LEFT_OF = {
 BESIDES = {
     "commands/configured.py": {"recipes"},
     "recipes/advice/demo.py": {"commands"},
+    "recipes/advice/followed.py": {"commands"},
     "recipes/ooo/single_device.py": {"commands"},
 }
-"""What a file imports besides its folder: one reads configurations, and is imported where one is named; two measure as
-a command does."""
+"""What a file imports besides its folder: one reads configurations, and is imported where one is named; three measure
+as a command does."""
 ROOMS = {"mechanisms", "foundations", "schedules"}
 WITHOUT_FACE = {"foundations/torch_private"}
 """Rooms whose files are imported directly, as each is about one part of torch."""

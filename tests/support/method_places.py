@@ -47,6 +47,7 @@ WRITTEN = (
     ("foundations/compatibility.py", 'hook of your own"\n', '    TOY = "a toy"\n'),
     ("foundations/compatibility.py", "_RIGHTS = {\n", "    Mechanism.TOY: _Rights(frozenset()),\n"),
     ("docs/start.md", "| result | card |\n|---|---|---|---|\n", ROW),
+    ("docs/api.md", f".. autoclass:: retime.{LAST}\n", ".. autoclass:: retime.ToyStrategy\n"),
     ("docs/examples.md", "|---|---|---|---|---|\n", "| nothing | [toy](../examples/lightning/toy.py) | | | |\n"),
     ("examples/lightning/toy.py", "", EXAMPLE),
     (
