@@ -9,6 +9,7 @@ import select
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,16 @@ class Browser:
         self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._ask("Emulation.setEmulatedMedia", features=[scheme])
-        self._loaded = False
-        self._ask("Page.navigate", url=page.as_uri())
-        while not self._loaded:
-            self._hear(self._read())
-        self.settle()
+        for _ in range(5):
+            self._loaded = False
+            self._ask("Page.navigate", url=page.as_uri())
+            while not self._loaded:
+                self._hear(self._read())
+            with suppress(
+                AssertionError
+            ):  # the page before may end late
+                return self.settle()
+        raise AssertionError(f"{page} does not stay loaded")
 
     def run(self, script: str) -> Any:
         """Return the value of an expression of JavaScript, or of what it promises."""
