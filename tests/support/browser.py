@@ -80,9 +80,7 @@ class Browser:
             self._ask("Page.navigate", url=page.as_uri())
             while not self._loaded:
                 self._hear(self._read())
-            with suppress(
-                AssertionError
-            ):  # the page before may end late
+            with suppress(AssertionError):  # the page before may end late
                 return self.settle()
         raise AssertionError(f"{page} does not stay loaded")
 
