@@ -89,7 +89,10 @@ class Followed(CaseRecipe[AdviceSettings]):
         return lines
 
     def notes(self, result: Result) -> list[str]:
-        lines = ["A fit is in a process of its own, and gives its median step. Quartiles are over processes."]
+        lines = [
+            "A fit is in a process of its own, and gives its median step. With two ranks a step has two batches: these "
+            "fits are to be held against ddp only. Quartiles are over processes."
+        ]
         for point in result.points:
             advised = point.facts["advice"]["advised"]
             lines.append(f"- {point.at['case']}: {advised or 'nothing is faster than the strongest plain step'}")

@@ -22,7 +22,7 @@ few launches, with the network's passes in torch's own CUDA graphs, and two stre
 search. CUDA events time the steps behind those of a search; a ratio is of the fits of one round.
 
 A case takes `processes` times allocators times (a start of about 10 s and 50 to 80 steps of each fit). On two cores
-`ooo_fig7` and `ooo_fig7_more` take about 40 minutes each, as does `ooo_fig7_compiled`, which compiles for minutes.
+`ooo_fig7` and `ooo_fig7_more` took 36 minutes each before they had turns in one process, `ooo_fig7_compiled` 40.
 """
 
 from __future__ import annotations
