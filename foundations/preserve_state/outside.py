@@ -297,10 +297,9 @@ class ExternalTensors:
             if id(used) not in self._states:
                 with without_dispatch_modes():
                     self._states[id(used)] = used, used.get_state()
-        elif not isinstance(used, FakeTensor) and isinstance(used, Tensor) and has_storage(used):
-            key = storage_key(used)
-            if key in self._mine:
-                return
+        elif not isinstance(used, Tensor) or not (written or (used.is_leaf and used.requires_grad)):
+            return
+        elif has_storage(used) and (key := storage_key(used)) not in self._mine:
             if written:
                 self._keep(key, used)
             if self._puts_gradients_aside and used.requires_grad and used.is_leaf and id(used) not in self._gradients:

@@ -16,7 +16,7 @@ MOST = {
     ("fused_optimizer_ddp",): (6, 15),
     ("memory_budget", "--budget", "1.2MiB"): (14, 175),  # in parts
     ("memory_budget", "--budget", "2.3MiB", "--batchnorm"): (18, 430),  # offloading
-    ("memory_budget", "--budget", "1.2MiB", "--batch", "0"): (44, 72_000),  # planning
+    ("memory_budget", "--budget", "1.2MiB", "--batch", "0"): (40, 60_000),  # planning
     ("ooo_single_device",): (5, 70),
     ("scan",): (6, 16),
     ("cpu_accumulate_ddp",): (5, 6),
