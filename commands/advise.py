@@ -58,15 +58,15 @@ _ROUNDS, _SEARCH_ROUNDS = 9, 5
 _FAR_BEHIND = 1.3
 """A plain setting whose least time is so many times the fastest one's is tried no more."""
 _APART = 1.05
-"""Least gain of either measurement that is advised, most by which they differ; a choice, as processes differ."""
+"""Least gain of either measurement that is advised, most by which quartiles of both differ; a choice of ours."""
 _MOST_RANKS = 64
 _LATENCY_MS, _BUCKETS = 0.05, tuple(size * 2**20 for size in (1, 4, 25, 100))
 """Of simulated networks: of a message; bytes of DDP's buckets, of which the best count, for either way."""
 _BUCKETS_MB = {1: 1, 4: 4, 100: DDP_BUCKET_MB}
 """Of `ddp`, each with how many MiB of gradients there must be for it to be another bucket than a larger one."""
 _SIMULATED, _NOTHING, _OUT = "simulated", "no effect", "does not apply"
-_FLOOR = "below this step's floor"
-"""In the refusal of a budget: a smaller one need not be tried."""
+_IN_VAIN = {"below this step's floor": "was too small", "it took longer than": "took too long to plan"}
+"""Words in the refusal of a budget, and what is said of one that need not be tried then: no larger, or for ranks."""
 _NEEDS = {"ParallelScanBackward": "no_scan", "ScanChains": "no_chain"}
 """The fact that is the reason why a callback does not apply; empty where it does."""
 _MEASURED = ("ms", "peak_bytes", "said", "report", "spans")
@@ -313,9 +313,10 @@ class _Measuring:
 
     def _why_not(self, method: Method) -> str:
         """Reason why it need not be tried."""
-        refused = [row.why for row in self._advice.rows if row.method.strategy == method.strategy]
-        if any(_FLOOR in why for why in refused):
-            return "a larger budget was too small already"
+        if "budget" in method.arguments:
+            refused = " ".join(row.why for row in self._advice.rows if "budget" in row.method.arguments)
+            if reasons := [words for sign, words in _IN_VAIN.items() if sign in refused]:
+                return f"a budget as large {reasons[0]} already"
         if method.callback in _NEEDS:
             return str(self._advice.facts[_NEEDS[method.callback]])
         if method.ranks and self._advice.devices < 2:
@@ -464,9 +465,9 @@ class _Measuring:
             if row.verdict == FASTER:
                 agree = again.verdict == FASTER and min(first, second) >= _APART
                 row.verdict = judged(row.gain) if agree else UNDECIDED
-            row.is_steady = max(first, second) <= _APART * min(first, second)
+            row.is_steady = row.gain.reach[1] <= _APART * row.gain.reach[0]
             if not row.is_steady:
-                row.notes.append(f"size undecided: {first:.2f} times in some processes, {second:.2f} in others")
+                row.notes.append(f"size undecided: {first:.2f} times in one measurement, {second:.2f} in the other")
             progress(_short(row))
 
     def _simulate(self, link_bits: float) -> None:
