@@ -31,6 +31,7 @@ from retime.mechanisms.pipeline import (
     Ownership,
     PipelineReport,
     PipelineStep,
+    broadcast_state,
     check_optimizer,
     check_schedule,
     find_layers,
@@ -172,7 +173,6 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._wants_outputs = False
         self._results: WholeBatchResults | None = None
         self._now: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._pipeline_group: Any = None
         self._data_group: Any = None
         self._without_values: set[Tensor] = set()
         self._whole_outside = ExitStack()
@@ -182,7 +182,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the report; its pipeline begins with its own fit."""
-        gone = ("_step", "_log", "_kept", "_results", "_now", "_pipeline_group", "_data_group", "_owners_before")
+        gone = ("_step", "_log", "_kept", "_results", "_now", "_data_group", "_owners_before")
         kept = {
             "_last_report": self.report(),
             "_without_values": set(),
@@ -217,7 +217,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         if pipeline > 1:
             for one in self.optimizers:
                 check_optimizer(one)
-        self._pipeline_group, self._data_group = make_groups(pipeline, data, self._message_timeout)
+        pipeline_group, self._data_group = make_groups(pipeline, data, self._message_timeout)
         warn_of_parts(module, 2 if self._microbatches == "auto" else self._microbatches)
         if pipeline > 1:
             warn_of_gradient_hooks(module, trainer)
@@ -226,7 +226,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             rank_zero_info(f"retime: pipeline of {pipeline} ranks{groups} {how}")
         self._step = PipelineStep(
             module,
-            group=self._pipeline_group,
+            group=pipeline_group,
             data_group=self._data_group,
             microbatches=self._microbatches,
             quiet=lambda: self._tried_out(trainer),
@@ -260,9 +260,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         """No wrapper: all ranks begin with the values of the first."""
         if self.world_size > 1:
             assert self.model is not None
-            for tensor in [*self.model.parameters(), *self.model.buffers()]:
-                if tensor not in self._without_values:  # those are given the same by all
-                    dist.broadcast(tensor.detach(), 0)
+            broadcast_state(self.model, self._without_values)  # those are given the same by all
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -448,7 +446,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
                 step.remove()
             if self._last_report.steps:
                 rank_zero_info(f"retime: {self._last_report.headline}")
-        self._log = self._kept = self._pipeline_group = self._data_group = None
+        self._log = self._kept = self._data_group = None
         self._without_values = set()
         with left_on_meta(self.lightning_module):
             super().teardown()

@@ -32,6 +32,7 @@ from retime.mechanisms.pipeline import (
     LossWeight,
     PipelineReport,
     PipelineStep,
+    broadcast_state,
     check_optimizer,
     check_schedule,
     forget_absent,
@@ -127,8 +128,7 @@ class OutOfOrderPipeline:
         refuse_part_of_model(model)
         _check_state(self._optimizer.optimizer)
         model.to(accelerator.device)
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), 0)
+        broadcast_state(model)
         warn_of_parts(model, 2 if microbatches == "auto" else microbatches)
         pipeline_group, data_group = make_groups(stages, replicas, timeout)
         self._step = PipelineStep(

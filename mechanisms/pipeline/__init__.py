@@ -1,7 +1,13 @@
 """Pipeline parallel training of ordinary modules, with gradient fast-forwarding and modulo allocation."""
 
 from retime.foundations.ddp import RankLostError
-from retime.mechanisms.pipeline.checks import PipelineError, check_optimizer, messages_of_group, warn_of_parts
+from retime.mechanisms.pipeline.checks import (
+    PipelineError,
+    broadcast_state,
+    check_optimizer,
+    messages_of_group,
+    warn_of_parts,
+)
 from retime.mechanisms.pipeline.layers import find_layers
 from retime.mechanisms.pipeline.losses import Examples, FirstLook, LossWeight, LossWeights, needed_loss
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel, is_on_meta, load_into_meta
@@ -34,6 +40,7 @@ __all__ = [
     "RankLostError",
     "SCHEDULES",
     "Size",
+    "broadcast_state",
     "check_optimizer",
     "check_schedule",
     "find_layers",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -351,6 +351,9 @@ class SuspendedCall:
         self._outbox: SimpleQueue[Any] = SimpleQueue()
         self._dtype = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        self._modes: list[Any] = [torch.autocast(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+        self._modes += [device] if (device := torch.get_default_device()).type != "cpu" else []
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._wants_end = False
 
@@ -408,7 +411,9 @@ class SuspendedCall:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
-            with torch.set_grad_enabled(self._grad):
+            with torch.set_grad_enabled(self._grad), ExitStack() as modes:
+                for mode in self._modes:
+                    modes.enter_context(mode)
                 answer = Returned(call())
         except BaseException as error:
             answer = _Failed(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
@@ -106,6 +106,15 @@ def broadcast(tensor: Tensor, rank: int, group: Any) -> None:
         dist.broadcast(tensor, dist.get_global_rank(group, rank), group=group)
 
 
+def broadcast_state(model: nn.Module, without: Set[Tensor] = frozenset()) -> None:
+    """Give all ranks the parameters and buffers of the first, but for some; one that is not contiguous is copied."""
+    for tensor in (one.detach() for one in (*model.parameters(), *model.buffers()) if one not in without):
+        dense = tensor.contiguous()
+        dist.broadcast(dense, 0)
+        if not tensor.is_contiguous():
+            tensor.copy_(dense)
+
+
 # What goes between the layers of a pipeline: what cannot, and noise in it, to see what is made of unlike samples.
 
 _STRONGEST = 4.0
@@ -128,12 +137,17 @@ def refuse_kinds(name: str, value: Any) -> None:
             )
 
 
-def _is_checkpointed_reentrantly() -> bool:
-    """Check whether a reentrant checkpoint has called what runs: there no tensor has a graph, and none can get one."""
+def refuse_reentrant(name: str) -> None:
+    """Raise PipelineError where a reentrant checkpoint has called a layer: no tensor has a graph or can get one."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
-    return frame is not None
+    if frame is not None:
+        raise PipelineError(
+            f"{name} runs inside of torch.utils.checkpoint.checkpoint(..., use_reentrant=True), torch's default, "
+            "which cannot be stopped between the layers: give it use_reentrant=False (in transformers "
+            "gradient_checkpointing_enable({'use_reentrant': False})), or call it in the layer's own forward"
+        )
 
 
 class LayerResults(LayerHandler):
@@ -180,13 +194,7 @@ class LayerResults(LayerHandler):
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
         name = repr(self._names[layer])
         refuse_kinds(name, (args, kwargs))
-        if _is_checkpointed_reentrantly():
-            raise PipelineError(
-                f"{name} runs inside of torch.utils.checkpoint.checkpoint(..., use_reentrant=True), torch's default, "
-                "which cannot be stopped between the layers: give it use_reentrant=False (in transformers "
-                "gradient_checkpointing_enable({'use_reentrant': False})), or call it in the layer's own forward"
-            )
-
+        refuse_reentrant(name)
         if self._recorder is not None:
             self._recorder.inside += 1
 

@@ -30,7 +30,7 @@ from retime.mechanisms.pipeline.calls import (
     spec_of,
     tensors_in_order,
 )
-from retime.mechanisms.pipeline.checks import PipelineError, refuse_kinds
+from retime.mechanisms.pipeline.checks import PipelineError, refuse_kinds, refuse_reentrant
 from retime.mechanisms.pipeline.losses import evaluated
 from retime.mechanisms.pipeline.ownership import Reached
 
@@ -441,6 +441,7 @@ class _Looks(LayerHandler):
         self.next += 1
         self._note_written()
         refuse_kinds(self._name(layer), (args, kwargs))
+        refuse_reentrant(self._name(layer))
         given = tensors_in_order((args, kwargs))
         self._profile.given[layer] = [tensor.detach().clone() for tensor in given]
         # of inference tensors there is no version

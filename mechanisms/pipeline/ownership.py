@@ -68,7 +68,7 @@ def make_groups(pipeline: int, data: int, timeout: timedelta) -> tuple[Any, Any]
             pipeline_group = group
     for index in range(pipeline if data > 1 else 0):
         ranks = list(range(index, pipeline * data, pipeline))
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout)
         if dist.get_rank() in ranks:
             data_group = group
     return pipeline_group, data_group
@@ -293,7 +293,8 @@ class Ownership:
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         names = {parameter: name for name, parameter in self.parameters.items()}
         mine = {names[p] for p in needed if p in names}  # type: ignore[index]
-        mine |= {names[p] for layer in here for p in layer.parameters()}
+        layers = list(here)
+        mine |= {names[p] for layer in layers for p in layer.parameters()}
         others = all_gather_object(mine, group)
         self._everyone = range(len(others))
         self.ranks: dict[str, list[int]] = {}
@@ -310,7 +311,11 @@ class Ownership:
         self.absent = sorted(name for name, ranks in self.ranks.items() if self._rank not in ranks)
         self._finite = [name for name in self.unreached if self._is_finite(name)]
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._owner_of_buffers = self._owners_of_buffers()
+        self._owner_of_buffers = self._owners_of_buffers({one for layer in layers for one in layer.buffers()})
+        named = model.named_buffers()
+        self._outside = {
+            name: one.clone() for name, one in named if name not in self._owner_of_buffers and not one.is_meta
+        }
         self._computed = self._computed_attributes()
 
     def free(self) -> None:
@@ -343,8 +348,11 @@ class Ownership:
                     parameter.shape, self._strides[name], dtype=parameter.dtype, device=parameter.device
                 )
             self._send(parameter.data, ranks[0])
+        self.find_writers()
         for name, buffer in sorted(self._model.named_buffers()):
             self._send(buffer, self._owner_of_buffers.get(name, 0))
+            if name in self._outside:
+                self._outside[name] = buffer.clone()
         for owner, module, attribute in self._computed:
             mine = vars(module).get(attribute) if owner == self._rank else None
             value = broadcast_object(mine.detach() if isinstance(mine, Tensor) else mine, owner, self._group)
@@ -417,6 +425,19 @@ class Ownership:
         """The parameters that this rank counts in a norm over all: of shared ones only the first rank."""
         return {parameter for name, parameter in self.parameters.items() if self.ranks[name][0] == self._rank}
 
+    def find_writers(self) -> None:
+        """A buffer outside of layers, of a module without parameters, is the first rank's that has written into it.
+
+        All ranks call this. Code in front of the layers runs on all ranks, code behind them on the last.
+        """
+        buffers = dict(self._model.named_buffers())
+        changed = {
+            name for name, one in self._outside.items() if name in buffers and not torch.equal(buffers[name], one)
+        }
+        everyone = all_gather_object(changed, self._group) if self._outside else []
+        for rank, names in reversed([*enumerate(everyone)]):
+            self._owner_of_buffers |= dict.fromkeys(names, rank)
+
     def counts_state(self, name: str) -> bool:
         """Return whether this rank writes a parameter or buffer into a checkpoint."""
         if name in self.ranks:
@@ -473,10 +494,18 @@ class Ownership:
             self._groups[ranks] = dist.new_group(world, use_local_synchronization=True) if self._rank in ranks else None
         return self._groups[ranks]
 
-    def _owners_of_buffers(self) -> dict[str, int]:
-        """A module's buffers are those of the rank that has its parameters."""
+    def _owners_of_buffers(self, here: set[Tensor]) -> dict[str, int]:
+        """A layer's buffers are those of the first rank that has the layer, others' of the one with their parameters.
+
+        Args:
+            here: buffers of the layers that this rank has.
+        """
         modules = self._modules_with_parameters()
-        return {start + name: rank for start, layer, rank in modules for name, _ in layer.named_buffers(recurse=False)}
+        owners = {start + name: rank for start, one, rank in modules for name, _ in one.named_buffers(recurse=False)}
+        mine = {name for name, buffer in self._model.named_buffers() if buffer in here}
+        for rank, names in reversed([*enumerate(all_gather_object(mine, self._group))]):
+            owners |= dict.fromkeys(names, rank)
+        return owners
 
     def _modules_with_parameters(self) -> Iterator[tuple[str, nn.Module, int]]:
         """Yield what its names begin with, the module, and the first rank that has one of its own parameters."""
@@ -516,6 +545,7 @@ class Ownership:
 def whole_model_state(model: nn.Module, state: dict[str, Any], owners: Ownership) -> dict[str, Any]:
     """A state dict with every rank's own values in it, on the first rank of the pipeline; all ranks call this."""
     owner_of = _first_names(model)
+    owners.find_writers()
     mine = {
         owner_of.get(key, key): value.detach().cpu()
         for key, value in state.items()

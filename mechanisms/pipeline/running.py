@@ -172,22 +172,27 @@ class EvaluationBroadcast(LayerHandler):
         return self._rank_of(layer) == self._rank
 
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
-        key = layer, self._shapes
-        if key not in self._outputs:
-            self._outputs[key] = broadcast_object(spec_of(None), self._rank_of(layer), self._group)  # says what it is
-        spec = self._outputs[key]
+        spec = self._spec(layer, None)
         tensors = [one.empty(self._device) for one in spec.tensors]
         for tensor in tensors:
             broadcast(tensor, self._rank_of(layer), self._group)
         return spec.with_tensors(tensors)
 
     def after(self, layer: int, output: Any) -> Any:
-        key = layer, self._shapes
-        if key not in self._outputs:
-            self._outputs[key] = broadcast_object(spec_of(output), self._rank, self._group)
+        self._spec(layer, output)
         for tensor in tensors_in_order(output):
             broadcast(tensor.detach().contiguous(), self._rank, self._group)
         return output
+
+    def _spec(self, layer: int, output: Any) -> ValueSpec:
+        """Kinds of what a layer returns, by its rank; written into between the layers as those of other shapes are."""
+        key = layer, self._shapes
+        if key not in self._outputs:
+            known = [one.tensors for (other, _), one in self._outputs.items() if other == layer]
+            written = {number for tensors in known for number, tensor in enumerate(tensors) if tensor.written}
+            spec: ValueSpec = broadcast_object(spec_of(output), self._rank_of(layer), self._group)
+            self._outputs[key] = spec.with_written(written)
+        return self._outputs[key]
 
     def _rank_of(self, layer: int) -> int:
         return self._plan.rank_of[self._plan.stage_of[layer]]
@@ -249,7 +254,8 @@ class PipelineState:
         whole: runs stretches of a step for ``split``.
         split: of this rank's stages.
         weights: of micro-batches' losses.
-        outputs: kinds of what layers return, by layer and shapes of their arguments.
+        outputs: kinds of what layers return in training, by layer and shapes of their arguments.
+        evaluated: of what they return in evaluation.
         positions: by stage, which tensors of its first layer's arguments come from the stage before.
         needs_gradient: of those.
         writes: layers that write into what they are given.
@@ -272,6 +278,7 @@ class PipelineState:
     positions: dict[int, list[int]]
     needs_gradient: dict[int, list[bool]]
     writes: set[int]
+    evaluated: dict[tuple[int, Shapes], ValueSpec] = field(default_factory=dict)
     reads: dict[tuple[int, Shapes], list[TensorSpec]] = field(default_factory=dict)
     stage_parameters: dict[int, list[Tensor]] = field(default_factory=dict)
     late: list[Tensor] = field(default_factory=list)
@@ -301,9 +308,9 @@ class PipelineState:
         """The layers of training steps."""
         return TrainingCall(self.plan, self.place.rank, self.place.device, self.outputs, self.place.names, self.writes)
 
-    def evaluation_broadcast(self) -> EvaluationBroadcast:
-        """The layers of steps without gradients."""
-        return EvaluationBroadcast(self.plan, self.place.group, self.place.device, self.outputs)
+    def evaluation_broadcast(self, outputs: dict[tuple[int, Shapes], ValueSpec]) -> EvaluationBroadcast:
+        """The layers of steps without gradients, by the kinds of what they return in evaluation or in training."""
+        return EvaluationBroadcast(self.plan, self.place.group, self.place.device, outputs)
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,6 @@ class PipelineReport(Report):
 _ASK_AHEAD = 8
 """Tasks, by which gloo is asked for messages in advance: each holds memory from then on. NCCL's wait for each other."""
 _MICRO_BATCHES_A_RANK = 2
-_NOT_YET = "the model is whole on all ranks before its first batch"
 
 
 class PipelineStep:
@@ -233,7 +232,7 @@ class PipelineStep:
     @property
     def _known(self) -> PipelineState:
         if self._spread is None:
-            raise RuntimeError(_NOT_YET)
+            raise RuntimeError("the model is whole on all ranks before its first batch")
         return self._spread
 
     @checked
@@ -311,7 +310,10 @@ class PipelineStep:
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Inside, steps without gradients run over the ranks; all ranks run the same ones, and get all values."""
-        return nullcontext() if self._spread is None else self._gates.handled_by(self._spread.evaluation_broadcast())
+        spread = self._spread
+        if spread is None:
+            return nullcontext()
+        return self._gates.handled_by(spread.evaluation_broadcast(spread.evaluated))
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -442,7 +444,7 @@ class PipelineStep:
         key = shapes_of(part)
         if (0, key) in spread.reads:
             return
-        broadcast = spread.evaluation_broadcast()
+        broadcast = spread.evaluation_broadcast(spread.outputs)
         kept = preserve_state(self._model, tensors=reachable_tensors(self._model, part, parameters=False))
         with self._gates.handled_by(broadcast), kept, self._tried_out(), self.outside_whole(), torch.no_grad():
             seeded(step, part)

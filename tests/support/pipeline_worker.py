@@ -200,6 +200,15 @@ def _assert_own_gradients(
 
 def shapes() -> None:
     """Batches of other sizes, smaller than the number of micro-batches, and longer sequences."""
+    for name in ("in_place_between", "in_place_alone"):  # parts of 3 and of 2
+        model, step, batch = made(name)
+        batch = tuple(one[:10] for one in batch)
+        pipeline = PipelineStep(model, microbatches=4, schedule="ooo2")
+        pipeline.train(step, batch)
+        reference, plain, _ = made(name)
+        plain(batch).backward()
+        _assert_own_gradients(pipeline, model, reference)
+        pipeline.remove()
     model, step, _ = made("gpt2")
     pipeline = PipelineStep(model, microbatches=4, schedule="ooo2")
     reference, plain, _ = made("gpt2")
@@ -439,6 +448,44 @@ def parts() -> None:
                 pipeline.train(lambda part: model(part[0]).square().mean(), (tokens,))
             pipeline.restore()
         print(count, *(str(one.message) for one in found if issubclass(one.category, DifferenceWarning)))
+
+
+def buffers() -> None:
+    """Buffers have what their layer's rank wrote, those behind the layers what the last one wrote; one micro-batch."""
+    states = []
+    for pipelined in (True, False):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False)) for _ in range(4)]
+        model = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Sequential(*layers))
+        model.register_buffer("seen", torch.zeros(()))
+
+        def step(part: Any, model: nn.Module = model) -> Tensor:
+            output = model(part[0])
+            model.seen = model.seen + output.isfinite().sum()
+            return output.square().mean()
+
+        pipeline = PipelineStep(model, microbatches=1, schedule="1f1b", layers="1") if pipelined else None
+        for number in range(3):
+            batch = (torch.randn(6, 8, generator=torch.Generator().manual_seed(number)) + number,)
+            _ = step(batch).backward() if pipeline is None else pipeline.train(step, batch)  # type: ignore[func-returns-value]
+        if pipeline is not None:
+            pipeline.restore()
+        states.append(dict(model.named_buffers()))
+    assert all(torch.allclose(states[0][name], states[1][name]) for name in states[1]), states
+    print("same")
+
+
+def autocast() -> None:
+    """Around the whole step, as autograd's modes are a thread's own."""
+    model, step, batch = made("sequential")
+    reference, plain, _ = made("sequential")
+    pipeline = PipelineStep(model, microbatches=1, schedule="1f1b")
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            pipeline.train(step, batch)
+            plain(batch).backward()
+    _assert_own_gradients(pipeline, model, reference)
+    print("same")
 
 
 def computed() -> None:
