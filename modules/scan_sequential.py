@@ -74,7 +74,7 @@ class ScanSequential(nn.Sequential):
     def of(cls, model: nn.Sequential, levels: int | None = 2) -> ScanSequential:
         """The same layers, shared with ``model``, under the same names."""
         sequential = cls(levels=levels)
-        for name, layer in model.named_children():
+        for name, layer in _layers(model):
             sequential.add_module(name, layer)
         return sequential.train(model.training)
 
@@ -219,9 +219,14 @@ class _ScanBackward(torch.autograd.Function):
         return tuple(answers)
 
 
+def _layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """The layers in order, by name; one that is there twice is there under both names, as ``nn.Sequential`` runs it."""
+    return [one for one in model.named_modules(remove_duplicate=False) if one[0] and "." not in one[0]]
+
+
 def _leaves(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The layers in order, with those of nested plain ``nn.Sequential`` without hooks in their place."""
-    for name, layer in model.named_children():
+    for name, layer in _layers(model):
         if type(layer) is nn.Sequential and not _has_hooks(layer):
             yield from _leaves(layer, f"{prefix}{name}.")
         else:
