@@ -178,6 +178,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, StepsFused, DDP
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._ooo is not None:
             self._tell_search()
+            self._ooo.flush()  # of a backward pass before, which may have no forward pass behind it
         super().pre_backward(closure_loss)
         if self._ooo is not None:
             self._ooo.watch(closure_loss)
@@ -192,7 +193,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, StepsFused, DDP
         searching = self._ooo.k_choice.is_searching
         if searching and not self._was_searching:
             rank_zero_info("retime: searching for k during the first steps; all of them count for training")
-        elif self._was_searching and not searching:
+        elif self._was_searching and not searching and self._ooo.k_choice.order_stays_because is None:
             report = self._ooo.report()
             times = ", ".join(f"k={k}: {seconds * 1e3:.0f} ms" for k, seconds in sorted(report.searched.items()))
             rank_zero_info(f"retime: k={report.k} is the fastest after {report.search_steps} steps ({times})")

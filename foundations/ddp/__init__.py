@@ -27,8 +27,6 @@ from retime.foundations.ddp.reductions import (
     Region,
     bucket_mb,
     measured_seconds_per_mb,
-    release,
-    settle_gradients,
 )
 
 __all__ = [
@@ -52,8 +50,6 @@ __all__ = [
     "machine",
     "measured_seconds_per_mb",
     "own_group",
-    "release",
     "scale",
-    "settle_gradients",
     "sparse_layer",
 ]

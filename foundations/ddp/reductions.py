@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retime.foundations.ddp.comm_hook import Reducer, start_mean
-from retime.foundations.lazy_updates import PendingUpdate, is_pending, pending_of, unwatchable
+from retime.foundations.lazy_updates import PendingUpdate, is_pending, unwatchable
 from retime.foundations.torch_private.distributed import GradBucket
 
 # Where DistributedDataParallel keeps each parameter's gradient, learned from the buckets its hook is shown.
@@ -214,19 +214,3 @@ class Reductions:
         """Return the reductions that began since the last call."""
         taken, self._on_their_way = self._on_their_way, []
         return taken
-
-
-def settle_gradients(parameters: Iterable[Tensor]) -> None:
-    """Wait for gradients that are still on their way, without running updates that wait for them."""
-    for parameter in parameters:
-        pending = pending_of(parameter)
-        if isinstance(pending, PendingGradient):
-            pending.settle()
-
-
-def release(parameters: Iterable[Tensor]) -> None:
-    """Forget whatever these parameters still wait for, after a failure that it cannot survive."""
-    for parameter in parameters:
-        pending = pending_of(parameter)
-        if pending is not None:
-            pending.release()

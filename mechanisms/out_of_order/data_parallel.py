@@ -30,9 +30,7 @@ from retime.foundations.ddp import (
     Region,
     at_end_of_backward,
     comm_hook_of,
-    release,
     scale,
-    settle_gradients,
     sparse_layer,
 )
 from retime.foundations.lazy_updates import parameters_of, pending_of
@@ -95,7 +93,7 @@ class CrossIterationUpdates(ForwardFusion):
             watch = pending_of(mine[0])
             assert watch is not None
             watch.release()
-            rest = [p for p in reduction.parameters if p not in set(mine)]
+            rest = [p for p in watch.parameters if p not in set(mine)]
             if rest:
                 PendingGradient(rest, reduction.wait)
             buckets.append((mine, reduction.wait))
@@ -339,11 +337,15 @@ class InFlightReductions:
 
     def settle(self) -> None:
         """Wait for all of them."""
-        settle_gradients(list(self.carrying))
+        for pending in [pending_of(parameter) for parameter in self.carrying]:
+            if isinstance(pending, PendingGradient):
+                pending.settle()
 
     def release(self) -> None:
         """Let parameters wait for nothing more, whether or not it has arrived."""
-        release(self.carrying)
+        for pending in map(pending_of, self.carrying):
+            if pending is not None:
+                pending.release()
         self.carrying.clear()
 
     def _on_early_read(self) -> None:
@@ -428,7 +430,7 @@ class OutOfOrderDataParallel:
         self._arrivals = InFlightReductions(self._report, cross_iteration=cross_iteration)
         self._updates: list[CrossIterationUpdates] = []
         self._detached = FusionReport("forward")  # counts of those that were removed
-        self._handles: list[Any] = []
+        self._chosen_at: int | None = None  # steps there were then: k stays for all forward passes of a step
         self._removed = False
         if dist.get_world_size(model.process_group) < 2:
             warn_no_effect(f"out-of-order data parallel has no effect: {ALONE}")
@@ -445,7 +447,7 @@ class OutOfOrderDataParallel:
         self._sending = BucketScheduler(model, self._reducer, divide=divide, check_ranks=check_ranks)
         if self._sending.never_rebuilds:
             self.k_choice.keep_order(UNUSED)
-        self._handles += [
+        self._handles: list[Any] = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward),
         ]
@@ -468,11 +470,7 @@ class OutOfOrderDataParallel:
         self.k_choice.want(k)
 
     def attach(self, optimizer: Optimizer) -> CrossIterationUpdates:
-        """Let this optimizer's updates wait for their own gradients only.
-
-        Returns:
-            The fusion that does it; when it is removed, nothing here refers to the optimizer any more.
-        """
+        """Return a fusion by which this optimizer's updates wait for their own gradients only, until it is removed."""
         updates = CrossIterationUpdates(optimizer, self.model.module, self._arrivals.carrying.get, self._detach)
         self._updates.append(updates)
         return updates
@@ -546,8 +544,9 @@ class OutOfOrderDataParallel:
             self._sending.buckets.forget()  # the wrapper is about to build them anew
         if synchronised:
             self._deferral.split.forget()
-            self._choose_k()
         even = not self._joins(self.model)  # a rank that has joined early follows the wrapper's own order
+        if synchronised and even:
+            self._choose_k()
         self._passes.splits = synchronised and even and self.k_choice.order_stays_because is None
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
@@ -561,6 +560,9 @@ class OutOfOrderDataParallel:
             sending.plan, self._deferral.k = None, 0
             return
         is_first = sending.plan is None
+        if self._chosen_at == self._report.steps and not is_first:
+            return
+        self._chosen_at = self._report.steps
         k = self.k_choice.next_step(is_first=is_first, steps=self._report.steps)
         if k is not None and (k != self._deferral.k or is_first):
             self._deferral.k = k

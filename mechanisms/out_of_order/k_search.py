@@ -227,7 +227,7 @@ class KChoice:
     @property
     def is_searching(self) -> bool:
         """Return whether ``"auto"`` is still measuring."""
-        return self._wanted == "auto"
+        return self._wanted == "auto" and self.order_stays_because is None
 
     @property
     def measured(self) -> dict[int, float] | None:
@@ -251,7 +251,7 @@ class KChoice:
     def to_save(self) -> SavedK | None:
         """Result that a checkpoint should keep; None while k is searched for, or before there are blocks."""
         blocks = len(self._deferral.blocks)
-        if self.is_searching or not blocks:
+        if self._wanted == "auto" or not blocks:
             return None
         world_size = dist.get_world_size(self._model.process_group)
         return SavedK(self._deferral.k, blocks, self._model.bucket_bytes_cap / 2**20, world_size)
@@ -329,23 +329,18 @@ class KChoice:
             self.keep_order(RANKS_DIFFER)
 
     def _affordable(self) -> int:
-        """The largest k within the memory bound; without a bound the number of blocks.
+        """The largest k within the memory bound of each rank; without a bound the number of blocks.
 
         Raises:
             ValueError: the bound is below what a step takes with nothing deferred.
         """
-        blocks = len(self._deferral.blocks)
-        if self._max_memory is None:
+        blocks, bound = len(self._deferral.blocks), self._max_memory
+        if bound is None:
             return blocks
         peak = self._largest(peak_so_far(next(self._model.module.parameters()).device))
         inputs, gradients = sizes_of(self._deferral)
-        return largest_k(
-            blocks,
-            self._max_memory,
-            activation_bytes=inputs,
-            output_gradient_bytes=gradients,
-            plain_peak_bytes=int(peak),
-        )
+        sizes: Any = {"activation_bytes": inputs, "output_gradient_bytes": gradients, "plain_peak_bytes": int(peak)}
+        return -int(self._ranks.largest(lambda: -largest_k(blocks, bound, **sizes), _CHOOSING))  # batches may differ
 
     def _largest(self, value_here: float) -> float:
         return self._ranks.largest(lambda: value_here, _CHOOSING)

@@ -47,6 +47,19 @@ class ManualClosure(Manual):
         optimizer.step(closure=closure)
 
 
+class TwoPasses(Manual):
+    """Two backward passes through one graph, without a forward pass between them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.note(loss=loss)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(2 * loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Adversaries(LightningModule):
     """A generator and a discriminator, each with its optimizer and scheduler, stepped in turn."""
 
@@ -92,6 +105,7 @@ fits(
     MANUAL,
     manual_every_other_batch=lambda bench: bench.fit(Manual()),
     manual_with_closure=lambda bench: bench.fit(ManualClosure()),
+    manual_two_passes_of_one_graph=lambda bench: bench.fit(TwoPasses()),
 )
 
 

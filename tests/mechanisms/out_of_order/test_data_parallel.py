@@ -111,12 +111,12 @@ def test_same_bits() -> None:
 @on_ranks(2)
 def test_two_forward_passes_and_one_backward_pass() -> None:
     weights = []
-    for k in (None, 5):
+    for k in (None, 5, "auto"):
         model = wrapped()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         ooo = None if k is None else OutOfOrderDataParallel(model, optimizer, k=k)
         generator = torch.Generator().manual_seed(RANK)
-        for _ in range(5):
+        for _ in range(20):
             pair = [model(torch.randn(6, 8, generator=generator)) for _ in range(2)]
             (pair[0].square().mean() + pair[1].sin().mean()).backward()
             optimizer.step()
@@ -124,9 +124,10 @@ def test_two_forward_passes_and_one_backward_pass() -> None:
         if ooo is not None:
             ooo.remove()
             assert ooo.report().deferred_gradients
-            assert ooo.report().buffered_gradients
+            assert ooo.report().buffered_gradients or k == "auto"
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert_same(*weights)
+    assert_same(*weights[:2])
+    assert_same(*weights[1:])
 
 
 @on_ranks(2)
@@ -298,7 +299,7 @@ def test_memory_bound() -> None:
     model = wrapped()
     ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), k=5, max_memory=2**50)
     for _ in range(4):
-        model(torch.ones(2, 8)).sum().backward()
+        model(torch.ones(2 + RANK, 8)).sum().backward()
     assert ooo.k == 4  # the largest below the number of blocks that the bound was asked for
     ooo.remove()
 
