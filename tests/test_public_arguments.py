@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 import retime
-from retime.foundations import arguments, cpu_pool, ddp, weight_gradients
+from retime.foundations import arguments, ddp, weight_gradients
 from retime.integrations import accelerate as for_accelerate
 from retime.integrations import transformers as for_transformers
 from retime.mechanisms import cpu_accumulation, fusion, out_of_order, pipeline, scan, two_streams
@@ -251,7 +251,6 @@ CASES = [
     Case(memory.OffloadSavedTensors, _offloaded, wrong={"host": NO_HOST}, right={"in_flight_bytes": (0,)}),
     Case(memory.certify, _examined, free=("batch", "split", "loss_weight")),
     Case(memory.part_sizes, lambda: {"samples": 8}),
-    Case(cpu_pool.give_back_freed_memory, right={"threshold_bytes": (0,)}),
     Case(memory.profile_step, _planned),
     Case(memory.replay, lambda: {**_planned(), "plan": OffloadPlan(4)}, right={"in_flight_bytes": (0,)}),
     Case(memory.search_plan, lambda: {**_planned(), "budget_bytes": 10**6}),

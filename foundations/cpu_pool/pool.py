@@ -21,12 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.measure import forget_peak
 from retime.foundations.messages import Report, show_bytes
 from retime.foundations.native import NoLibraryError, Source
@@ -39,9 +37,8 @@ _M_MMAP_THRESHOLD = -3  # of <malloc.h>
 _M_TRIM_THRESHOLD = -1
 
 
-@checked
-def give_back_freed_memory(threshold_bytes: Annotated[int, AtLeast(0)] = MMAP_THRESHOLD_BYTES) -> bool:
-    """Have the C library map blocks from this size on, and unmap them when they are freed; whether it could be asked.
+def give_back_freed_memory() -> bool:
+    """Have the C library map blocks of 64 KiB and more, and unmap them when they are freed; whether it could be asked.
 
     By itself the GNU C library raises this threshold to the largest block that was freed so far (up to 32 MiB) and
     keeps smaller ones in a heap that shrinks at its end only. Each mapped block starts with pages that the kernel has
@@ -51,7 +48,7 @@ def give_back_freed_memory(threshold_bytes: Annotated[int, AtLeast(0)] = MMAP_TH
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes) and mallopt(_M_TRIM_THRESHOLD, threshold_bytes))
+    return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) and mallopt(_M_TRIM_THRESHOLD, MMAP_THRESHOLD_BYTES))
 
 
 def trim_heap() -> bool:

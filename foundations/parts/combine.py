@@ -359,14 +359,18 @@ def combined(
 def combined_scalar(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """The weighted sum of scalars: tensors give a detached tensor, numbers a number.
 
-    Values with weight 0 are left out: a mean over nothing has no value. Sums of whole numbers stay whole.
+    Values with weight 0 are left out: a mean over nothing has no value. Sums of whole numbers stay whole, and so does
+    the mean of equal ones.
     """
     terms = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight] or [(math.nan, 1.0)]
     whole = all(weight == 1 for _, weight in terms)
     first = values[0]
     if not isinstance(first, Tensor):
-        if whole and all(isinstance(value, int) for value, _ in terms):
-            return sum(value for value, _ in terms)
+        integers = [value for value, _ in terms if isinstance(value, int)]
+        if whole and len(integers) == len(terms):
+            return sum(integers)
+        if integers == [first] * len(terms) and math.isclose(math.fsum(weight for _, weight in terms), 1.0):
+            return first
         return math.fsum(weight * float(value) for value, weight in terms)
     exact = whole and not first.is_floating_point()
     total = torch.zeros((), dtype=torch.int64 if exact else _widest(first), device=first.device)

@@ -196,7 +196,7 @@ def _children(value: Any, path: str) -> list[tuple[str, Any, Any]] | None:
 
 def _rebuild(value: Any, keys: list[Any], children: list[Any]) -> Any:
     if isinstance(value, Mapping):
-        if not isinstance(value, MutableMapping):
+        if not (isinstance(value, MutableMapping) and (isinstance(value, dict) or hasattr(value, "__copy__"))):
             return type(value)(dict(zip(keys, children, strict=True)))  # type: ignore[call-arg]
         changed: Any = copy.copy(value)
         for key, child in zip(keys, children, strict=True):

@@ -366,6 +366,11 @@ class BudgetedDataParallelStep(BudgetedStep):
     @contextmanager
     def offloading(self, step: Step, batch: Any) -> Iterator[None]:
         self._refuse_join()
+        if self._planner.options.dry_run == "off":
+            raise ValueError(
+                "on several ranks a plan that only offloads is made by dry runs, which call the step more often than "
+                "training does: give dry_run='auto' if it neither counts nor logs"
+            )
         self._agreement.largest(lambda: bool(self.plan(step, batch).choice.plan.offload), _PLANNING)
         with super().offloading(self._guarded(step), batch):
             yield

@@ -535,5 +535,5 @@ class BatchPlans:
     def _limit_freed(self, batch: Any) -> None:
         """Limit what freed memory may hold together with tensors: to as much as the largest plan."""
         if self.book:
-            reserved = max(shape.reserved_bytes(self.planner.budget_bytes) for shape in self.book.shapes())
+            reserved = max(shape.choice.reserved_bytes(self.planner.budget_bytes) for shape in self.book.shapes())
             self.memory.limit(batch, reserved)

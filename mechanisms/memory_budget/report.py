@@ -148,10 +148,6 @@ class PlannedShape:
         """Return whether the plan asks for nothing: batches run as without a budget."""
         return not self.choice.plan.offload and self.choice.plan.sub_batch >= self.samples
 
-    def reserved_bytes(self, budget_bytes: int) -> int:
-        """Bytes that live tensors, and freed memory cached for the next ones, may take together at most."""
-        return self.choice.reserved_bytes(budget_bytes)
-
     @property
     def why_whole(self) -> str:
         """Reason why it must not be split; empty where it may, or where nobody asked."""
@@ -265,6 +261,7 @@ class GraphPaths:
     Attributes:
         new: a pass has taken another path since.
         new_at_once: the first pass of the batch that is under way has: nothing of it has gone backward yet.
+        passes: of that batch so far.
         stopped: so the batch was stopped, and begins again.
         examined: how often a new one turned out to be as separable as those before.
     """
@@ -276,7 +273,7 @@ class GraphPaths:
         self._constants = constants
         self._known: set[int] = set()
         self._first = True
-        self._passes = 0
+        self.passes = 0
 
     @property
     def many(self) -> bool:
@@ -286,7 +283,7 @@ class GraphPaths:
     def begin(self) -> None:
         """A batch begins."""
         self._first = not self._known
-        self._passes, self.new_at_once = 0, False
+        self.passes, self.new_at_once = 0, False
 
     def accept(self) -> bool:
         """The new paths were examined; returns :attr:`stopped`."""
@@ -309,8 +306,8 @@ class GraphPaths:
             self._known.add(path)
             new = not self._first
             self.new |= new
-            self.new_at_once = new and not self._passes
-        self._passes += 1
+            self.new_at_once = new and not self.passes
+        self.passes += 1
         return output
 
 

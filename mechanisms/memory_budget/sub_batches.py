@@ -34,6 +34,7 @@ from retime.foundations.parts import (
 )
 from retime.foundations.preserve_state import CompiledCode, random_state, set_random_state
 from retime.foundations.storages import tensors_in
+from retime.foundations.torch_private.nn_and_optim import own_buffers
 from retime.mechanisms.memory_budget.dry_run import EVERYTHING, TooMuchAllocated
 from retime.mechanisms.memory_budget.offload import PlanMismatch
 from retime.mechanisms.memory_budget.planner import Step
@@ -280,15 +281,24 @@ class PlannedBatches:
         with self._hooks(part, shape.choice), self._compiled.under(shape.plain):
             if shape.certificate is None:
                 return step(part)
-            random = random_state() if self._may_stop else None
+            begins = self._may_stop and not paths.passes and self.now is not None and len(self.now) > 1
+            random, buffers = (random_state(), self._buffers()) if begins else (None, [])
             output = paths.run(step, part)
-            if paths.new_at_once and random is not None and self.now is not None and len(self.now) > 1:
+            if paths.new_at_once and random is not None:
                 del output  # there is to be room for what is done next
                 set_random_state(random)
+                for held, name, buffer, value in buffers:
+                    buffer.detach().copy_(value)
+                    held[name] = buffer
                 self._uncount(self.drop())
                 paths.stopped = self.stopped = True
                 raise AnotherPath
             return output
+
+    def _buffers(self) -> list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]]:
+        """The model's buffers, by where each is, with its value: a pass that is stopped has not written into them."""
+        holders = [own_buffers(module) for module in self._plans.planner.model.modules()]
+        return [(held, name, one, one.clone()) for held in holders for name, one in held.items() if one is not None]
 
     @contextmanager
     def _finding_out(self, record: BatchRecord, shape: PlannedShape) -> Iterator[None]:

@@ -457,14 +457,13 @@ class _Examiner:
         batch, custom = self._batches[0], self._split is not split_batch
         fewer = self._split(batch, self._samples // 2 + 1 if self._samples > 2 else 1)[0]
         counts = [samples_in(part, self._split) if custom else None for part in (batch, fewer)]
-        further: dict[str, Any] = {"kind": Recorder, "samples": counts[0]}
         try:
             kind = partial(_ZeroWeights, self._zeros, False)
             large = record(prober.recorded, batch, kind=kind, samples=counts[0])
             reads = tuple(one if isinstance(one, bool | int | float) else None for one in large.recorder.values)
             small = record(prober.recorded, fewer, kind=Recorder, samples=counts[1])
             self._heads = dict(_heads_of_scalars(large, small))
-            altered = record_altered(prober.recorded, batch, large, **further)
+            altered = record_altered(prober.recorded, batch, large, kind=Recorder, samples=counts[0])
             return head_of_loss(large, small, altered), "", reads
         except NotUnderstoodError as error:
             return None, str(error), reads

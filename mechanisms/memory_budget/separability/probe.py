@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retime.foundations.parts import Recorder, Split, Weighting, loss_of, map_leaves, replaced_tensors, samples_in
+from retime.foundations.parts import (
+    Recorder,
+    Split,
+    Weighting,
+    leaves_of,
+    loss_of,
+    map_leaves,
+    replaced_tensors,
+    samples_in,
+)
 from retime.foundations.preserve_state import ScratchModel, seed_all
 from retime.foundations.torch_private.engine import run_backward
 from retime.mechanisms.memory_budget.separability.watch import NoDropout, SampleNoise, Watch
@@ -256,15 +265,11 @@ def first_line(error: Exception) -> str:
 def scalars_of(output: Any) -> dict[str, float]:
     """The scalars in what a step returns, by place (``output['loss']``)."""
     scalars: dict[str, float] = {}
-
-    def note(place: str, leaf: Any) -> Any:
+    for place, leaf in leaves_of(output, "output"):
         if isinstance(leaf, Tensor) and leaf.dim() == 0 and not leaf.is_complex():
             scalars[place] = float(leaf.detach())
         elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
             scalars[place] = float(leaf)
-        return leaf
-
-    map_leaves(output, note, "output")
     return scalars
 
 
@@ -381,11 +386,13 @@ def scalar_weightings(
     """Return how scalars add up from parts, by their place in the step's output. Scalars that do not are left out.
 
     Args:
-        candidates: tried one after the other, behind what ``heads`` says of a place.
+        candidates: tried one after the other, behind what ``heads`` says of a place; of one that is 0, a mean first.
     """
     weightings = {}
+    runs = [run for probe in probes for run in (probe.full, *(one for case in probe.cases for one in case.runs))]
     for place in probes[0].full.scalars:
-        for weighting in ([heads[place]] if place in heads else []) + list(candidates):
+        zero = [] if any(run.scalars.get(place) for run in runs) else [Weighting("mean")]
+        for weighting in ([heads[place]] if place in heads else zero) + list(candidates):
             if all(_adds_up(place, probe.full, case, weighting, tolerance) for probe in probes for case in probe.cases):
                 weightings[place] = weighting
                 break

@@ -99,7 +99,7 @@ def test_steps_hold_what_their_plan_says(
     others = pool.counts().live  # what is left in this process from before, if anything
     ours, batch = training(budget), torch.randn(BATCH, WIDTH)
     shape = ours.step.plan(ours.loss, batch)
-    nbytes = shape.reserved_bytes(budget) - ours.elsewhere(pool, batch)
+    nbytes = shape.choice.reserved_bytes(budget) - ours.elsewhere(pool, batch)
     assert_holds(pool, nbytes)
     ours.run(batch)
     pool.reset_peaks()
@@ -114,26 +114,26 @@ def test_the_largest_plan_counts(pool: MemoryPool, training: Make) -> None:
     ours = training(AMPLE)
     batches = [torch.randn(BATCH, WIDTH), torch.randn(BATCH // 8, 2, WIDTH)]
     large, small = (ours.step.plan(ours.loss, batch) for batch in batches)
-    assert large.reserved_bytes(AMPLE) > small.reserved_bytes(AMPLE)
-    assert_holds(pool, large.reserved_bytes(AMPLE) - ours.elsewhere(pool, batches[1]))
+    assert large.choice.reserved_bytes(AMPLE) > small.choice.reserved_bytes(AMPLE)
+    assert_holds(pool, large.choice.reserved_bytes(AMPLE) - ours.elsewhere(pool, batches[1]))
 
 
 def test_room_is_left_for_tensors_that_nothing_holds(pool: MemoryPool, training: Make) -> None:
     ours, batch = training(AMPLE, hidden_bytes=256 * KIB), torch.randn(BATCH, WIDTH)
     shape = ours.step.plan(ours.loss, batch)
-    assert_holds(pool, shape.reserved_bytes(AMPLE) - 256 * KIB - ours.elsewhere(pool, batch))
+    assert_holds(pool, shape.choice.reserved_bytes(AMPLE) - 256 * KIB - ours.elsewhere(pool, batch))
 
 
 def test_a_plan_that_was_not_measured_has_room() -> None:
     choice = PlanChoice(OffloadPlan(BATCH), 0, 1000, 1.0, 1.0, 0, 0, scratch_bytes=100)
-    assert 1000 < PlannedShape(BATCH, choice).reserved_bytes(10**6) < 2000
-    assert PlannedShape(BATCH, choice).reserved_bytes(1010) == 1010, "the budget is the most"
+    assert 1000 < choice.reserved_bytes(10**6) < 2000
+    assert choice.reserved_bytes(1010) == 1010, "the budget is the most"
 
 
 def test_a_plan_that_was_measured_leaves_room_for_scratch() -> None:
     shape = PlannedShape(
         BATCH, PlanChoice(OffloadPlan(BATCH), 0, 1000, 1.0, 1.0, 0, 0, scratch_bytes=100, spare_bytes=10)
     )
-    assert shape.reserved_bytes(1010) == 900
-    assert shape.reserved_bytes(1020) == 910, "freed ranges need a little more than tensors"
-    assert shape.reserved_bytes(10**6) == 900 + 900 // 64
+    assert shape.choice.reserved_bytes(1010) == 900
+    assert shape.choice.reserved_bytes(1020) == 910, "freed ranges need a little more than tensors"
+    assert shape.choice.reserved_bytes(10**6) == 900 + 900 // 64

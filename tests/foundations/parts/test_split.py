@@ -1,6 +1,7 @@
 """Batches cut along their first dimension: every usual container, and a clear no to what cannot be cut."""
 
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +23,28 @@ from retime.foundations.parts.split import (
 from retime.foundations.storages import tensors_in
 
 Pair = namedtuple("Pair", "x y")
+
+
+class Shares(MutableMapping):
+    """Copies of it share their content."""
+
+    def __init__(self, content: Any) -> None:
+        self._content = dict(content)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._content[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._content[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._content[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,7 @@ def test_a_batch_that_fits_is_its_own_only_part(sub_batch: int) -> None:
         lambda x: Sample(x),
         lambda x: UserDict(x=x),
         lambda x: OrderedDict(x=x),
+        lambda x: Shares({"x": x}),
         lambda x: MappingProxyType({"x": x}),
         lambda x: {"nested": [Pair(x, Sample(x))]},
     ],

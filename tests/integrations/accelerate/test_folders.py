@@ -43,7 +43,7 @@ ON_ONE: dict[str, Method] = {
 ON_TWO: dict[str, Method] = {
     "fused backward": ON_ONE["fused backward"],
     "fused forward": ON_ONE["fused forward"],
-    "budget": lambda loop: MemoryBudget(loop.accelerator, loop.model, loop.optimizer, "1GiB", dry_run="off", say=str),
+    "budget": lambda loop: MemoryBudget(loop.accelerator, loop.model, loop.optimizer, "1GiB", say=str),
     "out of order": lambda loop: OutOfOrderDataParallel(loop.accelerator, loop.model, loop.optimizer, k=1),
     "host": lambda loop: CPUAccumulate(loop.accelerator, loop.model),
 }

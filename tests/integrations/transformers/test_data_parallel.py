@@ -21,7 +21,7 @@ WAYS: dict[str, tuple[Callable[[Trainer], Any], dict[str, Any], str]] = {
     "backward": (lambda one: FusedOptimizer(one, "backward"), NO_CLIPPING, "backward fusion: "),
     "out of order": (lambda one: OutOfOrderDataParallel(one, k=1), {}, "blocks"),
     "host": (CPUAccumulate, {}, "2 ranks in shared memory"),
-    "budget": (lambda one: MemoryBudget(one, "1GiB", dry_run="off"), {}, "memory budget 1 GiB: 8 steps"),
+    "budget": (lambda one: MemoryBudget(one, "1GiB"), {}, "memory budget 1 GiB: 8 steps"),
 }
 
 

@@ -214,3 +214,5 @@ def test_accelerate_loops() -> None:
     with pytest.raises(BudgetError) as caught:
         accelerate_loop("forward", budget=[SMALL, 20_000][RANK])
     assert should_reduce_batch_size(caught.value)
+    with pytest.raises(ValueError, match="give dry_run='auto'"):
+        accelerate_loop("forward", dry_run="off")

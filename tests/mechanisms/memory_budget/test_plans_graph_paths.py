@@ -148,6 +148,9 @@ def test_another_path_that_is_as_separable_keeps_the_plan(trained: Any, monkeypa
     real = step_planner.certify
     monkeypatch.setattr(step_planner, "certify", lambda *a, **o: examined.append(1) or real(*a, **o))
     ours, plain = trained(FITS_IN_PARTS), trained(None)
+    for one in (ours, plain):
+        one.net[0].register_buffer("seen", torch.zeros(()))
+        one.net[0].register_forward_pre_hook(lambda net, inputs: net.seen.add_(len(inputs[0])) and None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for index, batch in enumerate(batches(6)):
@@ -155,6 +158,7 @@ def test_another_path_that_is_as_separable_keeps_the_plan(trained: Any, monkeypa
                 one.extra = [nn.Tanh()] if index >= 2 else []
                 one.step(batch)
     assert len(examined) == 2, "for the plan, and once for the other path"
+    assert ours.net[0].seen == plain.net[0].seen == 6 * SAMPLES, "also where a part was stopped, and began again"
     assert ours.budget.report().plans == 1
     for left, right in zip(ours.net.parameters(), plain.net.parameters(), strict=True):
         assert torch.allclose(left, right, rtol=1e-4, atol=1e-6)

@@ -269,6 +269,7 @@ def test_scalars_are_combined_without_losing_digits() -> None:
 
     assert combined_scalar([1, 2, 3], [1.0, 1.0, 1.0]) == 6
     assert isinstance(combined_scalar([1, 2, 3], [1.0, 1.0, 1.0]), int)
+    assert isinstance(combined_scalar([3, 3], [0.75, 0.25]), int)
     assert combined_scalar([1.0, 4.0], [0.75, 0.25]) == 1.75
     assert combined_scalar([1.0, float("nan")], [1.0, 0.0]) == 1.0
     assert combined_scalar([torch.tensor(2), torch.tensor(5)], [1.0, 1.0]).dtype == torch.int64

@@ -190,6 +190,15 @@ def test_scalars_beside_the_loss_are_understood() -> None:
     }
 
 
+def test_a_number_that_is_still_0_beside_a_summed_loss_is_no_sum() -> None:
+    case = classifier(convolutional())
+
+    def step(batch: Any) -> dict[str, Any]:
+        return {"loss": F.cross_entropy(case.model(batch[0]), batch[1], reduction="sum"), "beta": 0.0}
+
+    assert str(certify(step, case.batch, case.model).outputs["output['beta']"]) == "mean over samples"
+
+
 def test_a_hook_cuts_what_has_no_first_dimension() -> None:
     model = nn.Linear(4, 2)
     batch = {"by column": torch.randn(4, 9), "steps": torch.randn(3)}
