@@ -144,7 +144,7 @@ def why_class_not_per_parameter(kind: type[Optimizer]) -> str | None:
         return f"{kind.__name__} has no step of its own: it updates elsewhere, as LOMO does in its fused_backward()"
     if kind not in _declared:
         for method in ("step", INIT_GROUP):
-            function = inspect.unwrap(getattr(kind, method, _absent))
+            function = inspect.unwrap(getattr(kind, method, _NO_STEP))
             if not function.__module__.startswith("torch.optim"):
                 return (
                     f"{kind.__name__}.{method} is not torch's own, so its updates may depend on each other; "
@@ -185,12 +185,6 @@ def is_fused_step(step: object) -> bool:
     """Return whether ``step`` is, or wraps, a method by which a fusion has taken over an optimizer."""
     replaced = getattr(step, "_retime_fused", None)
     return isinstance(replaced, ReplacedMethod) and replaced.active
-
-
-def _absent() -> None: ...
-
-
-_absent.__module__ = "torch.optim"
 
 
 # ``Adam(fused=True)`` and ``AdamW(fused=True)`` for some parameters, by torch's own kernel and little else.

@@ -7,6 +7,7 @@ clipping, GradScaler, gradient logging) is exact. They are freed one by one in t
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,9 @@ class ForwardFusion:
         if isinstance(model, DistributedDataParallel):
             # gradients may live in DDP's buckets, which the coming backward pass overwrites
             self._handles.append(model.register_forward_hook(_FlushAfter(self)))
+        method = weakref.WeakMethod(self._on_compilation)  # torch's list of callbacks would keep model and state alive
+        self._hear: Any = lambda *_: (on_compilation := method()) is not None and on_compilation()
+        weakref.finalize(self, _forget, self._hear)
         self._hear_of_compilations()
         self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush()))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()))
@@ -124,8 +128,8 @@ class ForwardFusion:
 
     def _hear_of_compilations(self) -> None:
         """Compiled code reads parameters unseen; ``torch._dynamo.reset()`` forgets whom to tell."""
-        if self._on_compilation not in compilation_callbacks.start_callbacks:
-            compilation_callbacks.register_start_callback(self._on_compilation)
+        if self._hear not in compilation_callbacks.start_callbacks:
+            compilation_callbacks.register_start_callback(self._hear)
 
     def _settle_others(self) -> None:
         """Another optimizer's updates of the same parameters come first."""
@@ -181,7 +185,7 @@ class ForwardFusion:
             self._report.largest_bucket_bytes = max(self._report.largest_bucket_bytes, size)
         return buckets
 
-    def _on_compilation(self, *_: Any) -> None:
+    def _on_compilation(self) -> None:
         """Compiled code reads memory directly, and nobody can tell which parameters it will read: none may wait."""
         self.flush()
         self._unwatchable.update(parameters_of(self.optimizer))
@@ -208,14 +212,18 @@ class ForwardFusion:
             return
         self.is_removed = True
         self.flush()
-        if self._on_compilation in compilation_callbacks.start_callbacks:
-            compilation_callbacks.remove_start_callback(self._on_compilation)
+        _forget(self._hear)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         unwatch(self.optimizer)
         self._step.restore()
         self._zero_grad.restore()
+
+
+def _forget(callback: Callable[..., Any]) -> None:
+    if callback in compilation_callbacks.start_callbacks:
+        compilation_callbacks.remove_start_callback(callback)
 
 
 def _fuse_again(

@@ -78,7 +78,7 @@ def fuse_optimizer(
     Parameters and optimizer state are bit-identical to the plain loop's.
 
     Under ``DistributedDataParallel`` backward mode updates each bucket after its all-reduce; it takes the model's
-    communication hook.
+    communication hook. There all backward passes of a step but the last are to be in ``model.no_sync()``.
 
     Args:
         model: whose passes the updates join.
@@ -103,6 +103,11 @@ def fuse_optimizer(
     if mode == "backward":
         if side_stream and isinstance(model, DistributedDataParallel):
             raise ValueError("side_stream is for one device: under DDP updates follow the all-reduce on its own stream")
+        if backward_passes is not None and isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                "backward_passes is for one device: under DDP an update follows the all-reduce, so wrap all backward "
+                "passes of a step but the last in model.no_sync() or fusion.accumulate()"
+            )
         check_can_fuse_in_backward(model, optimizer)
         fusion = (
             DataParallelFusion(optimizer, reduction_of(model), bucket_bytes=bucket_bytes, clip_value=clip_value)

@@ -77,8 +77,9 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"sparse gradients of '0'"):
         fuse_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model = DistributedDataParallel(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="side_stream is for one device"):
-        fuse_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), side_stream=True)
+    for more in ({"side_stream": True}, {"backward_passes": 2}):
+        with pytest.raises(ValueError, match=f"{next(iter(more))} is for one device"):
+            fuse_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), **more)
     model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
     with pytest.raises(ValueError, match="has one already"):
         fuse_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,8 +1,10 @@
 """Forward fusion: whoever reads a parameter finds it up to date, however it is read."""
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,14 @@ def test_step_defers_and_the_forward_pass_updates_layer_by_layer() -> None:
     assert [is_pending(p) for p in parameters] == [False] * 2 + [True] * 6
     fusion.flush()
     assert not any(map(is_pending, parameters))
+
+
+def test_a_fusion_that_nobody_removes_keeps_nothing_alive() -> None:
+    model, optimizer, fusion = stepped("forward")
+    gone = [weakref.ref(one) for one in (model, optimizer, fusion)]
+    del model, optimizer, fusion
+    gc.collect()
+    assert [one() for one in gone] == [None] * 3
 
 
 READERS: dict[str, Callable[[nn.Module, list[nn.Parameter]], Any]] = {
