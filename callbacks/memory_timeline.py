@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback, check_can_draw, folder_of
 from retime.foundations.arguments import checked
@@ -148,6 +149,8 @@ class MemoryTimeline(PhaseCallback[MemorySampler]):
 def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepProfile | None, str]:
     """The plan that the batch ran under, as text; the dry run under it; why there is none."""
     module, strategy = trainer.lightning_module, trainer.strategy
+    if not module.automatic_optimization:
+        return "", None, "no dry run: with manual optimization training_step updates, and steps schedules"
     with muted_logging(trainer):
         try:
             budgeted = strategy if isinstance(strategy, Budgeted) else None
@@ -166,7 +169,7 @@ def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepPro
                 buckets=buckets_of(strategy.model),
                 reduction_bytes=reduction_bytes(strategy.model),
             )
-            with preserve_state(module):
+            with preserve_state(module, step.loss):
                 in_flight = 0 if shape is None else shape.choice.in_flight_bytes
                 return "" if shape is None else str(plan), replay(step, plan, in_flight_bytes=in_flight), ""
         except Exception as error:  # whatever the user's code says to tensors without values
@@ -174,8 +177,10 @@ def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepPro
 
 
 def _output(trainer: Trainer, part: Any, batch_idx: int) -> Any:
+    training_step = trainer.lightning_module.training_step
+    number = (batch_idx,) if is_param_in_hook_signature(training_step, "batch_idx", min_args=2) else ()
     with trainer.precision_plugin.train_step_context():
-        return trainer.lightning_module.training_step(part, batch_idx)
+        return training_step(part, *number)
 
 
 def _draw(step: StepBytes, path: Path) -> None:

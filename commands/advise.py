@@ -71,7 +71,8 @@ _NEEDS = {"ParallelScanBackward": "no_scan", "ScanChains": "no_chain"}
 """The fact that is the reason why a callback does not apply; empty where it does."""
 _MEASURED = ("ms", "peak_bytes", "said", "report", "spans")
 """Of a process's first answer; the rest are facts of the job."""
-_OURS = ("strategy", "devices", "accelerator", "num_nodes", "callbacks", "logger", "max_epochs", "max_steps")
+_OURS = ("strategy", "devices", "accelerator", "num_", "callbacks", "logger", "max_", "enable_", "limit_val_batches")
+"""Beginnings of Trainer's arguments that are not to be given."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def _trainer_options(given: Sequence[str]) -> dict[str, Any]:
     options = {}
     for word in given:
         name, equals, value = word.partition("=")
-        if not equals or name not in inspect.signature(Trainer).parameters or name in _OURS:
+        if not equals or name not in inspect.signature(Trainer).parameters or name.startswith(_OURS):
             raise ValueError(f"--trainer {word}: write an argument of Trainer as gradient_clip_val=1.0; not {_OURS}")
         try:
             options[name] = ast.literal_eval(value)

@@ -141,9 +141,11 @@ def optimizers_in(result: Any) -> list[torch.optim.Optimizer]:
         return [result]
     if isinstance(result, dict):
         return [result["optimizer"]]
-    first = result[0] if isinstance(result, tuple | list) and result and isinstance(result[0], list | tuple) else result
-    several: Any = first or ()
-    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
+    several: Any = result or ()
+    optimizers = [
+        one for part in several if isinstance(part, dict | torch.optim.Optimizer) for one in optimizers_in(part)
+    ]
+    return optimizers or (optimizers_in(several[0]) if several else [])  # ([optimizers], [schedulers])
 
 
 def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Given:
@@ -255,6 +257,8 @@ def _lightning_job(given: Given) -> Job:
     steps = _StandIn.estimated_stepping_batches
     with quiet():
         model.trainer = _StandIn(accelerator="cpu", logger=False, barebones=True, max_steps=steps)
+    if is_overridden("configure_model", model):
+        model.configure_model()
     optimizers = [given.optimizer(model.parameters())] if given.optimizer else []
     if is_overridden("configure_optimizers", model):
         optimizers = optimizers_in(model.configure_optimizers())

@@ -328,11 +328,8 @@ class SavedState:
                     tensor.copy_(value)
 
 
-def preserve_state(
-    model: nn.Module, step: Callable[[Any], Any] | None = None, *, tensors: Iterable[Tensor] = ()
-) -> SavedState:
-    """Save the state now, with the arguments of :class:`SavedState`, and put it back at the end of a context."""
-    return SavedState(model, step, tensors=tensors)
+preserve_state = SavedState
+"""Save the state now, and put it back at the end of a context."""
 
 
 def reachable_tensors(model: nn.Module, batch: Any, *, parameters: bool = True) -> list[Tensor]:

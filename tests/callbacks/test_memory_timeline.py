@@ -71,6 +71,42 @@ def test_prediction_under_a_budget_is_the_plans(splits: None) -> None:
     assert timeline.report()["predicted_peak_bytes"] == choice.peak_bytes
 
 
+class ByHand(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any) -> None:  # type: ignore[override]
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Counts(Net):
+    calls = 0
+
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        Counts.calls += 1
+        return self.loss(batch)
+
+
+def test_the_dry_run_leaves_schedules_and_names_alone() -> None:
+    timelines = [MemoryTimeline(png=False, every_n_steps=1) for _ in range(2)]
+    assert fit(Counts(), callbacks=timelines[:1], accumulate_grad_batches=1).global_step == Counts.calls
+    assert all(step.predicted for step in timelines[0].steps)
+    module = ByHand()
+    steps = fit(module, callbacks=timelines[1:], accumulate_grad_batches=1).global_step
+    assert module.lr_schedulers().get_last_lr() == [0.1 * 0.5**steps]  # type: ignore[union-attr]
+    assert timelines[1].steps
+    assert all("manual optimization" in step.note for step in timelines[1].steps)
+
+
 class Reads(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)

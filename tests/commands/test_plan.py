@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 
-from retime.commands.job import Job
+from retime.commands.job import Job, optimizers_in
 from retime.commands.main import main
 from retime.mechanisms.memory_budget.planner import PlanningStages
 from retime.mechanisms.memory_budget.search import MOST_TRIALS
@@ -54,6 +54,17 @@ class Tripled(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) + self.loss(batch) + self.loss(batch)
+
+
+class Later(Net):
+    """Makes its layers in a hook."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        self.lr = 0.1
+
+    def configure_model(self) -> None:
+        self.net = Net().net
 
 
 class Bare(Net):
@@ -390,11 +401,19 @@ def test_a_lightning_module_in_a_config_is_planned_by_its_own_step(
         return kib(said["predicted peak"])
 
     assert peak("Tripled") > 1.5 * peak("Net")
-    for model, kind in (("Net", torch.optim.SGD), ("Bare", torch.optim.Adam)):
+    for model, kind in (("Net", torch.optim.SGD), ("Later", torch.optim.SGD), ("Bare", torch.optim.Adam)):
         job, _ = built(*config(model, optimizer="{_target_: torch.optim.Adam}"))
         (optimizer,) = job.optimizers
         assert type(optimizer) is kind, "a module's own is used if it has one"
         assert optimizer.param_groups[0]["params"] == list(job.model.parameters())
+
+
+def test_optimizers_in_what_lightning_takes() -> None:
+    one, other = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+    for form in (one, [one], ([one], [None]), {"optimizer": one}, [{"optimizer": one}], ({"optimizer": one},)):
+        assert optimizers_in(form) == [one]
+    assert optimizers_in([{"optimizer": one}, {"optimizer": other}]) == optimizers_in([one, other]) == [one, other]
+    assert optimizers_in(None) == optimizers_in([]) == []
 
 
 def test_a_data_module_in_a_config_brings_its_batches(built: Any, tmp_path: Path) -> None:
