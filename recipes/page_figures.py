@@ -19,11 +19,13 @@ from retime.recipes.core.claims import Reading
 from retime.recipes.core.recipe import recipe_of
 from retime.recipes.core.results import FILE, load
 from retime.recipes.core.verdicts import read
+from retime.recipes.results_index import duration
 
 FIGURES = "figures.yaml"
 PAGES = ("*.md", "docs/**/*.md", "foundations/**/README.md", "mechanisms/**/README.md")
 """Pages that may have figures, below the folder that holds the results' one."""
 MARK = re.compile(r"<!--=([\w.-]+)-->(.*?)<!--/-->")
+TOOK = "took-"
 _FORMS = ("median", "quartiles", "range", "least", "most")
 
 
@@ -38,23 +40,23 @@ class Figure(Reading):
     inverse: bool = False  # whether the figure is one over what is read, as the speed of a ratio of times
 
 
-def fill(folder: Path) -> list[Path]:
-    """Write the figures of all pages that have some, from the results under `folder`; returns these pages.
+def fill(folder: Path) -> None:
+    """Write the figures of all pages that have some, from the results under `folder`.
 
     Raises:
         ValueError: a figure that cannot be read, is not said in `figures.yaml`, or is on no page.
     """
     if not (folder / FIGURES).exists():
-        return []
+        return
     texts = texts_of(folder)
     pages = {page: page.read_text(encoding="utf-8") for page in pages_of(folder)}
-    unused = set(texts) - {mark[0] for text in pages.values() for mark in MARK.findall(text)}
+    shown = {mark[0] for text in pages.values() for mark in MARK.findall(text)}
+    unused = {name for name in texts if not name.startswith(TOOK)} - shown
     if unused:
         raise ValueError(f"{folder / FIGURES} has {', '.join(sorted(unused))}, which no page shows: take them out")
     new = {page: filled(text, texts) for page, text in pages.items() if MARK.search(text)}
     for page, text in new.items():
         page.write_text(text, encoding="utf-8")
-    return list(new)
 
 
 def pages_of(folder: Path) -> list[Path]:
@@ -71,8 +73,12 @@ def filled(text: str, texts: Mapping[str, str]) -> str:
 
 
 def texts_of(folder: Path) -> dict[str, str]:
-    """Text written for each figure of `figures.yaml`, by name; ValueError for one that cannot be read."""
-    texts = {}
+    """Text written for each figure of `figures.yaml`, by name; ValueError for one that cannot be read.
+
+    Those with :data:`TOOK` before an experiment's name say how long it took.
+    """
+    results = [load(path) for path in sorted(folder.rglob(FILE))]
+    texts = {TOOK + one.name: duration(sum(point.seconds for point in one.points)) for one in results}
     stated: Any = OmegaConf.load(folder / FIGURES)
     for name_of_result, entries in stated.items():
         result = load(folder / name_of_result / FILE)

@@ -24,11 +24,12 @@ from retime.modules import convert
 from retime.recipes.bppsa.settings import RecurrentSettings
 from retime.recipes.bppsa.training import Batch
 from retime.recipes.core import charts, results
-from retime.recipes.core.build import build_batches, build_model, build_optimizer, loss_of
+from retime.recipes.core.build import build_batches, build_model, loss_of
 from retime.recipes.core.claims import Comparison, Target, paper
 from retime.recipes.core.measure import PhaseClock, interleave, middle_step
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row, phase_rows, titled
+from retime.recipes.fusion.variants import VARIANTS, BareLoop
 from retime.recipes.models.recurrent import CELLS
 
 BASELINE, OURS, MOVED = "baseline", "auto", "moved"
@@ -49,37 +50,18 @@ RAN = "auto ran"
 """Fact of a point: the solver that `auto` took there."""
 
 
-class TrainingLoop:
+class TrainingLoop(BareLoop):
     """A variant's own copy of a network and its optimizer, in a bare loop whose phases are timed."""
 
-    def __init__(self, variant: str, model: nn.Module, optimizer: dict[str, Any], device: torch.device) -> None:
-        self.model = copy.deepcopy(model)
+    def __init__(self, variant: str, model: nn.Module, optimizer: dict[str, Any], batch: Batch) -> None:
+        model = copy.deepcopy(model)
         if variant == MOVED:
             with torch.no_grad():
-                for parameter in self.model.parameters():
+                for parameter in model.parameters():
                     parameter.mul_(1 + SHIFT)
         elif variant != BASELINE:
-            convert(self.model, solver=variant)
-        self._optimizer = build_optimizer(optimizer, self.model.parameters(), {})
-        self._clock = PhaseClock(device)
-
-    def step(self, batch: Batch) -> Tensor:
-        """One training step; its loss, detached."""
-        self._clock.start()
-        loss = loss_of(self.model(batch[0]), batch[1])
-        self._clock.mark()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._clock.mark()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._clock.mark()
-        return loss.detach()
-
-    def block(self, batch: Batch, steps: int) -> list[float]:
-        """Times in ms of the typical one of `steps` steps after one that is not counted: phases, then the whole."""
-        for _ in range(steps + 1):
-            self.step(batch)
-        return middle_step(self._clock.steps_ms()[1:])
+            convert(model, solver=variant)
+        super().__init__(VARIANTS["baseline"], model, batch, optimizer)
 
     def gradients(self, batch: Batch) -> list[Tensor]:
         loss = loss_of(self.model(batch[0]), batch[1])
@@ -99,13 +81,13 @@ class Recurrent(Recipe[RecurrentSettings]):
         device = torch.device(settings.hardware.device)
         (batch,) = build_batches(data, batch_size, 1, device)
         model = network(settings, batch[0], device)
-        loops = {name: TrainingLoop(name, model, settings.optimizer, device) for name in settings.variants}
+        loops = {name: TrainingLoop(name, model, settings.optimizer, batch) for name in settings.variants}
         facts: dict[str, Any] = {"data": data["_target_"].rsplit(".", 1)[-1], "time steps": batch[0].shape[1]}
         for name, difference in gradient_differences(loops, batch).items():
             facts[f"{name}: largest gradient difference from torch.nn, relative"] = difference
         if OURS in loops:
             facts[RAN] = solver_taken(model.recurrent, batch[0].transpose(0, 1))
-        blocks = {name: partial(loop.block, batch, steps) for name, loop in loops.items()}
+        blocks = {name: partial(loop.block, steps) for name, loop in loops.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
         return Measured(phase_rows(times, TIMES), facts)
 

@@ -45,7 +45,7 @@ class Training(recurrent.TrainingLoop):
     def slice(self, steps: int) -> list[float]:
         """Train `steps` steps further; the typical step's phases and whole time in ms."""
         losses = [self.step(batch) for batch in itertools.islice(self._feed, steps)]
-        times = self._clock.steps_ms()
+        times = self.clock.steps_ms()
         self.losses += [float(loss) for loss in losses]
         before = self.seconds[-1] if self.seconds else 0.0
         self.seconds += [before + total / 1e3 for total in itertools.accumulate(sum(step) for step in times)]
@@ -70,9 +70,9 @@ class Curves(Recurrent):
         feeds = {name: batches(data, settings.batch_size, settings.seed, device) for name in settings.variants}
         first = next(batches(data, settings.batch_size, settings.seed, device))
         start = recurrent.network(settings, first[0], device)
-        loop = (start, settings.optimizer, device)
+        loop = (start, settings.optimizer, first)
         for name in settings.variants:  # loops that are thrown away warm caches and kernels up
-            recurrent.TrainingLoop(name, *loop).block(first, settings.warmup_rounds)
+            recurrent.TrainingLoop(name, *loop).block(settings.warmup_rounds)
         runs = {name: Training(feed, name, *loop) for name, feed in feeds.items()}
         blocks = {name: partial(run.slice, settings.steps) for name, run in runs.items()}
         times = interleave(blocks, settings.rounds, 0, tick)

@@ -9,7 +9,6 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from retime.mechanisms.scan import scan_plan
@@ -63,15 +62,13 @@ class ScanWorkers(Recipe[ScanPlanSettings]):
             *(f"- {name}: {min(each):.2f} to {max(each):.2f}, of {len(each)} points" for name, each in sizes.items()),
         ]
 
-    def show(self, result: Result, console: Console) -> None:
-        """Print one line a point."""
+    def tables(self, result: Result) -> list[Table]:
+        """One line a point."""
         table = Table("n", "p", "steps", "linear scan", "products", "Jacobians a worker", title=result.title)
         for point in result.points:
             cells = ((SCAN, STEPS), (LINEAR, STEPS), (SCAN, WORK), (SCAN, MEMORY))
             table.add_row(*map(str, point.at.values()), *(f"{point.values(*cell)[0]:g}" for cell in cells))
-        console.print(table)
-        for note in self.notes(result):
-            console.print(note, highlight=False)
+        return [table]
 
     def draw(self, result: Result, path: Path) -> None:
         drawing, (steps, memory) = charts.panels(result.title, 2, width=10.7, height=5.2)

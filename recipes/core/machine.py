@@ -12,20 +12,11 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypedDict
 
 import psutil
 import torch
 
 from retime.recipes.core.results import Result
-
-
-class Provenance(TypedDict):
-    """Origin that every measured point carries."""
-
-    hardware: dict[str, str]
-    versions: dict[str, str]
-    commit: str | None
 
 
 def need_gpu_each(device: str, ranks: int) -> None:
@@ -50,11 +41,6 @@ CURRENT, LOST, UNKNOWN = "current", "commit not in the history", "age unknown"
 """Ages."""
 QUIET_LOAD, QUIET_PERCENT = 0.5, 20
 """A quiet machine's load average, and what another process may take of a core there."""
-
-
-def provenance() -> Provenance:
-    """The machine, the software and the commit, as they are now."""
-    return {"hardware": hardware(), "versions": versions(), "commit": commit()}
 
 
 def hardware() -> dict[str, str]:

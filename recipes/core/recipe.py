@@ -158,8 +158,10 @@ class Recipe(ABC, Generic[S]):
         columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
         # once a second: drawing is work for a core that ranks of the recipe train on
         with Progress(*columns, console=console, refresh_per_second=1) as bar, pinned(settings.hardware.cores):
-            here = machine.provenance()  # with cores and threads as pinned
-            if settings.record and not settings.allow_dirty and (here["commit"] or "").endswith(machine.CHANGED):
+            commit = machine.commit()
+            # cores and threads as pinned
+            here: dict[str, Any] = {"hardware": machine.hardware(), "versions": machine.versions(), "commit": commit}
+            if settings.record and not settings.allow_dirty and (commit or "").endswith(machine.CHANGED):
                 raise ValueError(
                     "record=true from a working tree with changes: no commit would name the code that runs. Commit "
                     "them first, or record with allow_dirty=true, which the pages then say first"
@@ -186,9 +188,8 @@ class Recipe(ABC, Generic[S]):
                 seconds = time.perf_counter() - started
                 finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
                 facts = {**measured.facts, **({"GPUs before and after": [*gpus, *machine.gpus()]} if gpus else {})}
-                loads = [before, machine.load()]
-                rest: Any = {"finished": finished, "seconds": round(seconds, 2), "load": loads, **here}
-                result.add(Point(at, fingerprint, measured.rows, facts, **rest))
+                here |= {"finished": finished, "seconds": round(seconds, 2), "load": [before, machine.load()]}
+                result.add(Point(at, fingerprint, measured.rows, facts, **here))
                 result.save(folder)
                 bar.remove_task(task)
                 bar.advance(whole)

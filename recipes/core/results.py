@@ -127,14 +127,13 @@ class Result:
     def find(self, at: dict[str, Any]) -> Point | None:
         return next((point for point in self.points if point.at == at), None)
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder: Path) -> None:
         """Write `result.json` so that an interrupted run leaves the old file or the new one, never half of one."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         draft = path.with_suffix(".json.part")
         draft.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         os.replace(draft, path)
-        return path
 
 
 def load(path: Path) -> Result:
@@ -153,6 +152,12 @@ def _point(data: dict[str, Any]) -> Point:
 def _alike(point: Point) -> Any:
     """Key shared by measurements of a place that differ by when and how often they were made; code may have changed."""
     return point.hardware, {**point.settings, "recipe": "", "rounds": 0, "warmup_rounds": 0}
+
+
+def best_of(point: Point, beginning: str | tuple[str, ...], quantity: str) -> str | None:
+    """The fastest of the variants whose labels begin like this."""
+    names = [name for name in point.variants(quantity) if name.startswith(beginning)]
+    return point.fastest(names, quantity)
 
 
 def ratio(point: Point, reference: str | None, variant: str, quantity: str = "step") -> Spread | None:

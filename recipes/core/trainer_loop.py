@@ -181,11 +181,12 @@ def train(
 
 
 def step_phases(fit: Callable[[Callback], object], warm_up: int) -> dict[str, float]:
-    """Times of the phases in steps of a fit with this callback, as `StepTimeline` sees them: medians over steps."""
+    """Milliseconds of phases in steps of a fit with this callback, as `StepTimeline` sees them; medians over steps."""
     timeline = StepTimeline(every_n_steps=1, warm_up=warm_up, log=False, png=False, trace=False, page=False)
     fit(timeline)
     steps = [timing.metrics() for timing in timeline.timings]
-    return {phase: statistics.median(step[phase] for step in steps) for phase in steps[0]}
+    names = {phase: phase.removesuffix("_ms").replace("_", " ") for phase in steps[0] if phase != "step_ms"}
+    return {name: statistics.median(step[phase] for step in steps) for phase, name in names.items()}
 
 
 def digest(model: nn.Module) -> str:

@@ -19,10 +19,10 @@ from retime.foundations.measure import Spread, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result, Row, titled
+from retime.recipes.core.results import Point, Result, Row, best_of, titled
 from retime.recipes.cpuacc.naive import NAIVE
 from retime.recipes.cpuacc.settings import AccumulationSettings
-from retime.recipes.cpuacc.targets import STEP, OnRanks, ask, best_of, claim, machine, measure_fits, place, target
+from retime.recipes.cpuacc.targets import STEP, OnRanks, ask, claim, machine, measure_fits, place, target
 from retime.recipes.cpuacc.worker import ALONE
 
 EXPOSED, UPDATE = "communication exposed", "update"

@@ -20,7 +20,7 @@ from retime.foundations.measure import spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, claim_of, target_of
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row, titled
+from retime.recipes.core.results import Point, Result, Row, best_of, titled
 from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, NCCL, serve
 from retime.recipes.emulated import loopback, run_ranks
@@ -118,10 +118,9 @@ def measure_fits(settings: AccumulationSettings, at: dict[str, Any], tick: Tick)
     answers = ask(settings, at, tick, "fits")
     rows = [Row(label, STEP, "ms", _slowest(answers, label)) for label in answers[0]["ms"]]
     rows += [
-        Row(label, phase.removesuffix("_ms").replace("_", " "), "ms", [round(milliseconds, 4)])
+        Row(label, phase, "ms", [round(milliseconds, 4)])
         for label, phases in answers[0]["phases"].items()
         for phase, milliseconds in phases.items()
-        if phase != "step_ms"
     ]
     weights = {label: {one["weights"][label] for one in answers} for label in settings.variants}
     first = weights[next(iter(settings.variants))]
@@ -151,12 +150,6 @@ def joined_by(settings: AccumulationSettings, ranks: int) -> str:
 def machine(settings: AccumulationSettings, ranks: int) -> dict[str, Any]:
     """Facts: the cores that this process may use, and what joins ranks beside shared memory."""
     return {"cores": len(os.sched_getaffinity(0)), "ranks joined by": joined_by(settings, ranks)}
-
-
-def best_of(point: Point, beginning: str | tuple[str, ...], quantity: str) -> str | None:
-    """The fastest of the variants whose labels begin like this."""
-    names = [name for name in point.variants(quantity) if name.startswith(beginning)]
-    return point.fastest(names, quantity)
 
 
 def _peer(point: Point) -> str:

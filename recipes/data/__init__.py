@@ -27,10 +27,11 @@ from retime.recipes.data.synthetic import (
     bitstreams,
     synthetic_images,
     synthetic_irmas,
+    synthetic_maps,
     synthetic_tokens,
     synthetic_translation,
+    synthetic_vectors,
 )
-from retime.recipes.data.vectors import synthetic_maps, synthetic_vectors
 
 __all__ = [
     "ArrayData",

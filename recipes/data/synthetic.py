@@ -172,3 +172,19 @@ def bitstreams(split: str = "train", steps: int = 1000, length: int = 32_000, se
     probabilities = (0.05 + 0.1 * targets)[:, None, None]
     inputs = (torch.rand(length, steps, 1, generator=generator) < probabilities).float()
     return ArrayData(f"synthetic-bitstreams-{steps}", inputs, targets, num_classes=10, is_synthetic=True)
+
+
+def synthetic_vectors(features: int = 1024, classes: int = 1024, length: int = 256, seed: int = 0) -> ArrayData:
+    """Inputs float32 `(features,)`, standard normal; targets int64 in 0..classes-1."""
+    random = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(length, features, generator=random)
+    targets = torch.randint(classes, (length,), generator=random)
+    return ArrayData("synthetic-vectors", inputs, targets, classes, is_synthetic=True)
+
+
+def synthetic_maps(size: int = 28, channels: int = 64, length: int = 32, seed: int = 0) -> ArrayData:
+    """Inputs float32 `(channels, size, size)`, standard normal; targets int64 `(size, size)` in 0..channels-1."""
+    random = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(length, channels, size, size, generator=random)
+    targets = torch.randint(channels, (length, size, size), generator=random)
+    return ArrayData("synthetic-maps", inputs, targets, channels, is_synthetic=True)

@@ -10,6 +10,7 @@ autograd nodes, built-in ones with a hook each, so a schedule can run O now and 
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -54,16 +55,8 @@ def sleeping_copy(layers: Sequence[LayerTimes]) -> nn.Sequential:
         if layer.bytes or not merged:
             merged.append(layer)
         else:
-            last = merged.pop()
-            merged.append(
-                LayerTimes(
-                    last.name,
-                    last.forward_ms + layer.forward_ms,
-                    last.output_ms + layer.output_ms,
-                    last.weight_ms,
-                    last.bytes,
-                )
-            )
+            last, more = merged[-1], (layer.forward_ms, layer.output_ms)
+            merged[-1] = replace(last, forward_ms=last.forward_ms + more[0], output_ms=last.output_ms + more[1])
     return nn.Sequential(
         *(SleepingLayer(one.forward_ms, one.output_ms, one.weight_ms, one.bytes // 4) for one in merged)
     )

@@ -174,16 +174,18 @@ class BareLoop:
         self.wired = variant.wire(self.model, lambda parameters: build_optimizer(optimizer, parameters, flags))
         self.clock = PhaseClock(device)
 
-    def step(self) -> None:
-        """One step, in three phases: forward, backward, and what the loop does after backward."""
+    def step(self, batch: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """One step, on its own batch or another: forward, backward, what the loop does after backward; its loss."""
+        inputs, targets = batch or (self.inputs, self.targets)
         clock = self.clock
         clock.start()
-        loss = loss_of(self.model(self.inputs), self.targets)
+        loss = loss_of(self.model(inputs), targets)
         clock.mark()
         loss.backward()  # type: ignore[no-untyped-call]
         clock.mark()
         self.wired.finish()
         clock.mark()
+        return loss.detach()
 
     def block(self, steps: int) -> list[float]:
         """The typical one of `steps` steps: its forward, backward and optimizer phase and its whole time, in ms.

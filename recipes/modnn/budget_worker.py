@@ -31,7 +31,6 @@ from retime.foundations.streams import has_streams
 from retime.mechanisms.memory_budget import (
     BudgetedStep,
     PlanChoice,
-    PlannedShape,
     StepMemory,
     TrainingStep,
     calibrate,
@@ -205,7 +204,7 @@ class Server:
         return {
             "ideal_bytes": choice.peak_bytes + choice.spare_bytes,
             "plain_peak_bytes": choice.peak_bytes,
-            "plain_reserved_bytes": PlannedShape(training.samples, choice).reserved_bytes(choice.peak_bytes),
+            "plain_reserved_bytes": choice.reserved_bytes(choice.peak_bytes),
             "floor_bytes": training.floor_bytes(),
             "parameters": parameter_count(training.model),
             "stays_whole": bool(batch_statistics_layers(training.model)),

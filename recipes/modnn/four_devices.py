@@ -203,8 +203,6 @@ class FourDevices(SimulatedK40):
         ]
 
     def notes(self, result: Result) -> list[str]:
-        if not result.points:
-            return []
         given = result.points[0].settings
         compared = self.compare(result)
         away = [100 * (line.measured.median / line.against.value - 1) for line in compared if line.measured is not None]

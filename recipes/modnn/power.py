@@ -201,11 +201,12 @@ class Power(NetworkRecipe):
             return step_ms
 
         rows, facts = side_by_side(settings, settings.cases[at["network"]], settings.budgets, tick, block)
+        steps = settings.steps + (settings.hardware.device != "cpu")  # there a block has one more, which is not timed
         for name, watches in seen.items():
             if any(row.variant == name and row.quantity == STEP for row in rows):
                 measured = watches[settings.warmup_rounds :]
                 rows += [
-                    Row(name, ENERGY, "J", [watch.joules / settings.steps for watch in measured]),
+                    Row(name, ENERGY, "J", [watch.joules / steps for watch in measured]),
                     Row(name, MEAN, "W", [watch.mean_watts for watch in measured]),
                     Row(name, MOST, "W", [watch.max_watts for watch in measured]),
                 ]

@@ -148,7 +148,7 @@ class Rank:
         return {
             "in_flight_bytes": shape.choice.in_flight_bytes,
             "predicted_bytes": shape.choice.peak_bytes,
-            "reserved_bytes": shape.reserved_bytes(budget),
+            "reserved_bytes": shape.choice.reserved_bytes(budget),
         }
 
     def _take_up(self, request: dict[str, Any]) -> dict[str, Any]:

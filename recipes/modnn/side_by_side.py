@@ -8,7 +8,7 @@ data bytes beyond it (RLIMIT_DATA); all processes of a network take turns, a blo
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing as closed
 from contextlib import contextmanager
 from functools import partial
@@ -35,7 +35,7 @@ POOLED = "unlimited, with the pool"
 IN_SUB_BATCHES = "unlimited, in sub-batches of {}"
 """That step in parts: those of a plan without its budget, so that what is left is what the budget takes, or by hand."""
 BY_HAND = "unlimited, by hand: {}"
-"""That step with what users do in its place for memory, by `by_hand.PEERS`."""
+"""That step with what users do in its place for memory, by `budget_worker.PEERS`."""
 OTHER_ALLOCATOR = "unlimited, {}"
 """The plain step in a process that was started with another allocator, by that one's label."""
 STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE, BUDGET = (
@@ -378,11 +378,10 @@ def why_missing(point: Point, name: str) -> str:
     return ": not asked for"
 
 
-def slowdowns(points: Iterable[Point]) -> Iterator[Comparison]:
+def slowdowns(points: Sequence[Point]) -> Iterator[Comparison]:
     """A line a network for each of the two budgets with a wanted slowdown."""
-    all_points = list(points)
     for name, wanted in (("50 %", target("slowdown-50")), ("25 %", target("slowdown-25"))):
-        for point in all_points:
+        for point in points:
             slower = slowdown(point, name)
             yield Comparison(wanted, slower, f"{point.at['network']}{_over(point, name) or why_missing(point, name)}")
 
@@ -400,37 +399,35 @@ def _over(point: Point, name: str) -> str:
     return text if bound is None else f"{text}; {cut}: {amount(bound.median, 'x')}"
 
 
-def differences(points: Iterable[Point], missing: Iterable[str]) -> Iterator[Comparison]:
+def differences(points: Sequence[Point], missing: Sequence[str]) -> Iterator[Comparison]:
     """The largest difference of weights among runs that only offload, and among those in sub-batches.
 
     Args:
         points: of one line.
         missing: runs that should be among them and are not; named, as nobody knows which of the two they would be.
     """
-    all_points, lacking = list(points), list(missing)
     orders = {
         point.at["network"]: point.values(GIVING_BACK, DIFFERENCE)[0]
-        for point in all_points
+        for point in points
         if point.has(GIVING_BACK, DIFFERENCE)
     }
     for wanted, split in ((target("offload-difference"), False), (target("split-difference"), True)):
         ppm = {
             f"{point.at['network']} at {name}": point.values(name, DIFFERENCE)[0]
-            for point in all_points
+            for point in points
             for name in point.facts["plans"]
             if (point.facts["plans"][name]["sub_batch"] < point.facts["batch size"]) is split
         }
-        if ppm or lacking:
+        if ppm or missing:
             listed = [f"{run} {amount(value, 'ppm')}" for run, value in ppm.items()]
             if split:
                 listed += [f"{network}: plain, reversed {amount(value, 'ppm')}" for network, value in orders.items()]
-            yield Comparison(wanted, spread([max(ppm.values())]) if ppm else None, with_missing(listed, lacking))
+            yield Comparison(wanted, spread([max(ppm.values())]) if ppm else None, with_missing(listed, missing))
 
 
-def with_missing(listed: Iterable[str], missing: Iterable[str]) -> str:
+def with_missing(listed: Iterable[str], missing: Sequence[str]) -> str:
     """A remark that lists runs, and then those that are not there."""
-    lacking = list(missing)
-    return "; ".join([*listed, *([f"not trained: {', '.join(lacking)}"] if lacking else [])])
+    return "; ".join([*listed, *([f"not trained: {', '.join(missing)}"] if missing else [])])
 
 
 def plans_and_failures(point: Point, where: str) -> list[str]:

@@ -173,8 +173,6 @@ class SimulatedK40(NetworkRecipe):
         return Measured(rows, facts)
 
     def notes(self, result: Result) -> list[str]:
-        if not result.points:
-            return []
         given = result.points[0].settings
         return [
             f"Simulated, nothing was measured. A K40 by its data sheet: {given['operations_per_s'] / 1e12:g} TFLOP/s "
@@ -387,8 +385,6 @@ class Alone(SimulatedK40):
         ]
 
     def notes(self, result: Result) -> list[str]:
-        if not result.points:
-            return []
         budget = f"{result.points[0].settings['budget_gb']:g} GB"
         return [
             *super().notes(result),

@@ -6,7 +6,7 @@ A case is of a kind, and a function a kind measures it (:data:`KINDS`).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import cycle
 from pathlib import Path
@@ -349,7 +349,7 @@ def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
         yield _worst(errors, f"{point.at['network']} ({point.at['case']})", [] if errors else [FLOOR])
 
 
-def _worst(errors: dict[str, float], what: str, missing: Iterable[str] = ()) -> Comparison:
+def _worst(errors: dict[str, float], what: str, missing: Sequence[str] = ()) -> Comparison:
     listed = [f"{name} {amount(error, '%')}" for name, error in errors.items()]
     most = spread([max(abs(error) for error in errors.values())]) if errors else None
     return Comparison(target("prediction-error"), most, f"{what}: {with_missing(listed, missing)}")

@@ -16,7 +16,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, show
 from retime.recipes.core.measure import MALLOC
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row, percent_more, titled
+from retime.recipes.core.results import Point, Result, Row, best_of, percent_more, titled
 from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, rate_text, run_ranks
 from retime.recipes.emulated.ranks import sent_bytes
 from retime.recipes.ooo.claims import claim
@@ -39,7 +39,7 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         if self.quantity != "step":
             return {}
         references = {"speed over ddp": "ddp"}
-        peer = strongest_peer(point)
+        peer = best_of(point, "ddp", "step")
         return references if peer in (None, "ddp") else {**references, f"speed over {peer}": peer}
 
     @contextlib.contextmanager
@@ -119,10 +119,9 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         rows = [Row(name, "step", "ms", values) for name, values in first["step_ms"].items()]
         rows += [Row(name, IDLE, "ms", values) for name, values in first["idle_ms"].items()]
         rows += [
-            Row(name, phase.removesuffix("_ms").replace("_", " "), "ms", [milliseconds])
+            Row(name, phase, "ms", [milliseconds])
             for name, phases in first["phases_ms"].items()
             for phase, milliseconds in phases.items()
-            if phase != "step_ms"
         ]
         facts: dict[str, Any] = {
             "parameters": first["parameters"],
@@ -150,11 +149,6 @@ def identical(answers: list[dict[str, Any]]) -> list[str]:
     ranks = [answer["weights"] for answer in answers]
     names = ranks[0] if all(len(weights.get("ddp", [])) == 1 for weights in ranks) else []
     return [name for name in names if all(weights[name] == weights["ddp"] for weights in ranks)]
-
-
-def strongest_peer(point: Point) -> str | None:
-    """The fastest of the plain settings of DDP."""
-    return point.fastest([name for name in point.variants("step") if name.startswith("ddp")], "step")
 
 
 def bound_ms(point: Point) -> list[float]:

@@ -20,7 +20,7 @@ from retime.recipes import emulated
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row, percent_more, ratio, titled
+from retime.recipes.core.results import Point, Result, Row, best_of, percent_more, ratio, titled
 from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, run_ranks
 from retime.recipes.ooo.claims import claim, pipelines, target
 from retime.recipes.ooo.pipeline_scaling import GPIPE, OURS, PAPERS1, PAPERS2
@@ -135,7 +135,7 @@ class PipelineTargets(CaseRecipe[PipelineSettings], StepsOnRanks):
         on_paper = charts.marker_key("simulated", "D", "black", filled=False)
         drawing, panels = self.drawn(result, 4.8, 30, ours, others, on_paper)
         for axes, point in zip(panels, result.points, strict=True):
-            took = steps_of(point)
+            took = {name: point.spread(name, STEP) for name in point.variants(STEP)}
             above = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
             for index, step in enumerate(took.values()):
                 axes.annotate(f"{step.median:.0f}", (index, step.high), **above)
@@ -150,11 +150,6 @@ def slowest_steps(answers: list[dict[str, Any]], variants: Iterable[str]) -> lis
     """The slowest rank's steps, by variant."""
     rounds = {name: zip(*(one["ms"][name] for one in answers), strict=True) for name in variants}
     return [Row(name, STEP, "ms", [round(max(ms), 3) for ms in by_rank]) for name, by_rank in rounds.items()]
-
-
-def steps_of(point: Point) -> dict[str, Spread]:
-    """A point's steps by variant."""
-    return {name: point.spread(name, STEP) for name in point.variants(STEP)}
 
 
 @contextlib.contextmanager
@@ -228,7 +223,7 @@ class RealLayers(StepsOnRanks):
         return [*case.schedules, *(f"torch {peer}" for peer in case.peers), ONE]
 
     def references(self, point: Point) -> dict[str, str]:
-        peer = best_of_torch(point)
+        peer = best_of(point, "torch ", STEP)
         return {} if peer is None else {f"speed over {peer}": peer}
 
     def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
@@ -253,7 +248,7 @@ class RealLayers(StepsOnRanks):
         lines = []
         for point in result.points:
             where = f"{point.at['network']}, {point.facts['ranks']} ranks"
-            peer = best_of_torch(point)
+            peer = best_of(point, "torch ", STEP)
             for name, peers, note in (("over-best", peer, f"{where}: {peer}"), ("over-gpipe", TORCH_GPIPE, where)):
                 if over := ratio(point, peers, OURS):
                     lines.append(Comparison(target(name), over, note))
@@ -314,11 +309,6 @@ class PipelineMemory(RealLayers):
             "Tensors of the rank that has most: parameters, their gradients, Adam's state, activations and messages. "
             "*_flush runs all forward passes first, as GPipe and the paper do. Ranks have equally many layers."
         ]
-
-
-def best_of_torch(point: Point) -> str | None:
-    """The fastest of torch's own."""
-    return point.fastest([name for name in point.variants(STEP) if name.startswith("torch ")], STEP)
 
 
 def _apart(results: dict[str, tuple[float, float]]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from retime.foundations.measure import Spread, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, paper, show
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, percent_more, ratio, titled
+from retime.recipes.core.results import Point, Result, best_of, percent_more, ratio, titled
 from retime.recipes.ooo import cluster as on_ranks
 from retime.recipes.ooo.claims import claim, target
 from retime.recipes.ooo.cluster import IDLE, MIB, PEAK, OnRanks, best_of_ours, bound_ms, bound_notes
@@ -353,7 +353,7 @@ def _all_identical(point: Point) -> bool:
 
 
 def _peer_note(point: Point, ours: str | None) -> str:
-    peer = on_ranks.strongest_peer(point)
+    peer = best_of(point, "ddp", "step")
     speedup = ratio(point, peer, ours) if ours else None
     if speedup is None or peer == "ddp" or peer is None:
         return ""

@@ -13,7 +13,7 @@ from typing import Any
 from retime import schedules
 from retime.foundations.measure import spread
 from retime.recipes.core.claims import Claim, Comparison
-from retime.recipes.core.recipe import Measured, Recipe, SimulatedRecipe, Tick
+from retime.recipes.core.recipe import Measured, SimulatedRecipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.ooo import claims
 from retime.recipes.ooo.claims import pipelines
@@ -117,11 +117,10 @@ AT_ONCE = "(c) without waiting for forward passes"
 _SHOWN = (PLAIN, FORWARDED, DEALT)
 
 
-class PipelineTimelines(Recipe[PaperPipelineSettings]):
+class PipelineTimelines(SimulatedRecipe[PaperPipelineSettings]):
     """A point a number of layers; the first is drawn."""
 
     over = (("layers", "layer_counts"),)
-    simulated = True
 
     def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         rows, facts = [], {}

@@ -62,13 +62,13 @@ def test_variants_train_the_same_network(cell):
     model = recurrent_classifier(cell, input_size=1, hidden_size=4)
     data = bitstreams(steps=12, length=4)
     batch = data.inputs, data.targets
-    loops = {name: recurrent.TrainingLoop(name, model, ADAM, CPU) for name in ("baseline", "chunk", "blelloch")}
+    loops = {name: recurrent.TrainingLoop(name, model, ADAM, batch) for name in ("baseline", "chunk", "blelloch")}
     assert [type(loop.model.recurrent).__name__ for loop in loops.values()] == [cell, f"Scan{cell}", f"Scan{cell}"]
     assert max(recurrent.gradient_differences(loops, batch).values()) < 1e-4
     losses = {name: [float(loop.step(batch)) for _ in range(3)] for name, loop in loops.items()}
     assert losses["chunk"] == pytest.approx(losses["baseline"], rel=1e-4)
     assert losses["baseline"][2] < losses["baseline"][0]
-    assert len(loops["chunk"].block(batch, 2)) == 4
+    assert len(loops["chunk"].block(2)) == 4
 
 
 def test_unknown_cells_are_refused():

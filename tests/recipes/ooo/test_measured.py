@@ -9,10 +9,10 @@ from hydra.errors import ConfigCompositionException
 from lightning.pytorch.strategies import DDPStrategy
 
 from retime.recipes.core.recipe import Recipe
-from retime.recipes.core.results import Point, Result, Row, percent_more, ratio
+from retime.recipes.core.results import Point, Result, Row, best_of, percent_more, ratio
 from retime.recipes.core.schema import Hardware
 from retime.recipes.emulated import ClusterUnavailable
-from retime.recipes.ooo.cluster import PEAK, Convergence, Memory, bound_fraction, bound_ms, identical, strongest_peer
+from retime.recipes.ooo.cluster import PEAK, Convergence, Memory, bound_fraction, bound_ms, identical
 from retime.recipes.ooo.reverse_first_k import Hosts, Sweep, Targets, best_fixed, concavity_breaks, within_best
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
 from retime.recipes.ooo.variants import label, variant
@@ -110,7 +110,7 @@ def test_bounds_and_ratios_are_formed_within_rounds() -> None:
     assert speed is not None
     assert speed.rounds == [400 / 300, 410 / 302]
     assert ratio(measured, "ddp", "ooo_k7") is None
-    assert strongest_peer(measured) == "ddp_layer_buckets"
+    assert best_of(measured, "ddp", "step") == "ddp_layer_buckets"
     assert best_fixed(measured) == "ooo_k4"
     slower = within_best(measured)
     assert slower is not None
