@@ -128,9 +128,9 @@ def test_an_unknown_layer_runs_plain_between_two_scans_and_is_named_once() -> No
 def test_a_layer_that_is_there_twice_runs_twice() -> None:
     torch.manual_seed(0)
     activation, layer = nn.ReLU(), nn.Linear(4, 4)
-    plain = nn.Sequential(layer, activation, nn.Sequential(layer, activation), nn.Linear(4, 2)).double()
+    plain = nn.Sequential(layer, activation, layer, activation, nn.Linear(4, 2)).double()
     ours = check(plain, torch.randn(3, 4, dtype=torch.double), None)
-    assert (len(ours), ours.state_dict().keys()) == (4, plain.state_dict().keys())
+    assert (len(ours), ours.state_dict().keys()) == (5, plain.state_dict().keys())
 
 
 def test_hooks_keep_their_layer_plain() -> None:
