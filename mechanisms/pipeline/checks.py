@@ -101,18 +101,19 @@ def broadcast_object(mine: T, rank: int, group: Any) -> T:
 
 
 def broadcast(tensor: Tensor, rank: int, group: Any) -> None:
-    """Replace a contiguous tensor by that of one rank of a group; all ranks call this."""
+    """Replace a tensor by that of one rank of a group; all ranks call this."""
+    message = tensor.contiguous()  # else what is sent is in the order of the memory, which ranks may differ in
     with messages_of_group(group):
-        dist.broadcast(tensor, dist.get_global_rank(group, rank), group=group)
+        dist.broadcast(message, dist.get_global_rank(group, rank), group=group)
+    if message is not tensor:
+        tensor.copy_(message)
 
 
 def broadcast_state(model: nn.Module, without: Set[Tensor] = frozenset()) -> None:
-    """Give all ranks the parameters and buffers of the first, but for some; one that is not contiguous is copied."""
-    for tensor in (one.detach() for one in (*model.parameters(), *model.buffers()) if one not in without):
-        dense = tensor.contiguous()
-        dist.broadcast(dense, 0)
-        if not tensor.is_contiguous():
-            tensor.copy_(dense)
+    """Give all ranks the parameters and buffers of the first, but for some."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor not in without:
+            broadcast(tensor.detach(), 0, dist.group.WORLD)
 
 
 # What goes between the layers of a pipeline: what cannot, and noise in it, to see what is made of unlike samples.

@@ -347,10 +347,10 @@ class Ownership:
                 parameter.data = torch.empty_strided(
                     parameter.shape, self._strides[name], dtype=parameter.dtype, device=parameter.device
                 )
-            self._send(parameter.data, ranks[0])
+            broadcast(parameter.data, ranks[0], self._group)
         self.find_writers()
         for name, buffer in sorted(self._model.named_buffers()):
-            self._send(buffer, self._owner_of_buffers.get(name, 0))
+            broadcast(buffer, self._owner_of_buffers.get(name, 0), self._group)
             if name in self._outside:
                 self._outside[name] = buffer.clone()
         for owner, module, attribute in self._computed:
@@ -531,12 +531,6 @@ class Ownership:
         everyone = all_gather_object((computed, set(owned)), self._group)
         somewhere = set().union(*(names for names, _ in everyone))
         return [owned[name] for name in sorted(somewhere.intersection(*(names for _, names in everyone)))]
-
-    def _send(self, tensor: Tensor, owner: int) -> None:
-        message = tensor.contiguous()  # else what is sent is in the order of the memory, which ranks may differ in
-        broadcast(message, owner, self._group)
-        if message is not tensor:
-            tensor.copy_(message)
 
 
 # Checkpoints of a model that lies on several ranks: one file, as of a plain Trainer.

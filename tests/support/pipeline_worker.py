@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.parts import balanced_parts, samples_in
 from retime.foundations.preserve_state import seed_all
-from retime.mechanisms.pipeline import DeferredInitModel, PipelineError, PipelineStep, RankLostError
+from retime.mechanisms.pipeline import DeferredInitModel, PipelineError, PipelineStep, RankLostError, broadcast_state
 from retime.mechanisms.pipeline.checks import all_gather_object
 from retime.mechanisms.pipeline.stage import Stage
 from support.pipeline_models import MODELS, WIDTH, Checkpointed, UNet, classified, made, sequential
@@ -472,6 +472,16 @@ def buffers() -> None:
             pipeline.restore()
         states.append(dict(model.named_buffers()))
     assert all(torch.allclose(states[0][name], states[1][name]) for name in states[1]), states
+    print("same")
+
+
+def begins() -> None:
+    """Ranks begin with the first one's values, of a buffer that is a part of other memory too."""
+    whole, model = torch.full((4, 8), float(RANK)), nn.Linear(2, 2)
+    model.register_buffer("part", whole[:, :4])
+    broadcast_state(model)
+    assert (whole[:, :4] == 0).all()
+    assert (whole[:, 4:] == RANK).all()
     print("same")
 
 

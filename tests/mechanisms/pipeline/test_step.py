@@ -33,7 +33,7 @@ SAME: dict[str, list[Case]] = {
     ],
     "a_head_that_the_loss_does_not_use": [(2, "gradients|two_heads,second_head_first|ooo2,1f1b|1")],
     "weights_that_a_layer_computes": [(2, "computed")],
-    "buffers": [(2, "buffers")],
+    "buffers": [(2, "buffers"), (2, "begins")],
     "autocast_around_the_step": [(2, "autocast")],
     "orders_planned_anew_from_what_tasks_took": [(2, "replanned")],
     "all_values_on_all_ranks_without_gradients": [(2, "relays|between"), (2, "relays|attributes")],
