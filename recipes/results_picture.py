@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from retime.recipes.core import charts
 from retime.recipes.core.claims import KINDS
 from retime.recipes.core.verdicts import Judged, Verdict
@@ -45,9 +43,9 @@ def draw(papers: Sequence[JudgedPaper], path: Path) -> bool:
     if not panels:
         return False
     heights = [len(lines) + 1.5 for lines in panels.values()]
-    drawing = Figure(figsize=(WIDTH, LINE * sum(heights) + 1.6), layout="constrained")
-    drawing.suptitle("Speedups that the papers state, and ours beside them", fontsize=11)
-    cells = drawing.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    title = "Speedups that the papers state, and ours beside them"
+    height, count = LINE * sum(heights) + 1.6, len(panels)
+    drawing, cells = charts.panels(title, count, WIDTH, height, rows=count, height_ratios=heights)
     for axes, (name, lines) in zip(cells, panels.items(), strict=True):
         _panel(axes, name, lines)
         if not name.startswith("more"):
@@ -80,7 +78,4 @@ def _panel(axes: Any, name: str, lines: Sequence[tuple[str, Judged]]) -> None:
         axes.annotate(claim.verdict.value, (1.005, number), fontsize=7, color=colour, **beside)
     axes.set_yticks(range(len(lines)), [label for label, _ in lines], fontsize=7)
     axes.set_ylim(len(lines) - 0.4, -0.6)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="x", labelsize=8)

@@ -27,6 +27,7 @@ A case takes `processes` times allocators times (a start of about 10 s and 50 to
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import statistics
@@ -262,9 +263,8 @@ def _compile(
     for number in range(1, threads + 1):
         label = one_step.label(COMPILED, number)
         try:
-            workers = {"": _worker(request, settings.compile_limit_s, {}, cache)}
-            with closing(workers):
-                compiled[label] = number, round(workers[""].ask({"do": "compile", "threads": number}), 2)
+            with contextlib.closing(_worker(request, settings.compile_limit_s, {}, cache)) as worker:
+                compiled[label] = number, round(worker.ask({"do": "compile", "threads": number}), 2)
         except WorkerError as error:
             took_long = f"compiling takes more than {settings.compile_limit_s:g} s (compile_limit_s)"
             missing[label] = took_long if "no answer" in str(error) else str(error).strip().splitlines()[0]
@@ -282,14 +282,12 @@ def _look(
     rows, turned = list[Row](), dict[str, list[float]]()
     for number in range(settings.processes):
         turns = {"do": "turns", "rounds": settings.rounds, "two": drawn[TWO_STREAMS], "first": number}
-        workers = {"": Worker(Server, request, settings.timeout_s, environment=environment)}
-        with closing(workers):
-            for label, values in workers[""].ask(turns).items():
+        with contextlib.closing(Worker(Server, request, settings.timeout_s, environment=environment)) as worker:
+            for label, values in worker.ask(turns).items():
                 turned.setdefault(label, []).extend(values)
     rows += [Row(label, TURNED, "ms", values) for label, values in turned.items()]
-    workers = {"": Worker(Server, request, settings.timeout_s, environment=environment)}
-    with closing(workers):
-        ask = workers[""].ask
+    with contextlib.closing(Worker(Server, request, settings.timeout_s, environment=environment)) as worker:
+        ask = worker.ask
         facts |= ask({"do": "both_steps", **drawn})
         which = {key: drawn[TWO_STREAMS][key] for key in ("threads", "layers")}
         try:
