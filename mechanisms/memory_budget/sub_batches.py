@@ -193,7 +193,6 @@ class PlannedBatches:
         self.stopped = False
         self._now_plain = True
         self._plans, self._offloads, self._compiled, self._report = plans, offloads, compiled, report
-        self._may_stop = plans.options.make_plan is None  # a sub-batch, which then runs again
 
     def prepare(self, step: Step, record: BatchRecord) -> SubBatches:
         """Plan if need be, and cut the batch; nothing of it runs yet."""
@@ -281,7 +280,7 @@ class PlannedBatches:
         with self._hooks(part, shape.choice), self._compiled.under(shape.plain):
             if shape.certificate is None:
                 return step(part)
-            begins = self._may_stop and not paths.passes and self.now is not None and len(self.now) > 1
+            begins = not paths.passes and self.now is not None and len(self.now) > 1
             random, buffers = (random_state(), self._buffers()) if begins else (None, [])
             output = paths.run(step, part)
             if paths.new_at_once and random is not None:

@@ -87,8 +87,9 @@ def batches(count: int) -> list[Any]:
 FITS_IN_PARTS = 17_500  # the plain step needs 19,500
 
 
-def test_a_loss_that_is_no_sum_from_some_step_on_is_told_and_planned_anew(trained: Any) -> None:
-    ours, plain = trained(FITS_IN_PARTS), trained(None)
+@pytest.mark.parametrize("options", [{}, {"make_plan": step_planner.StepPlanner.make}], ids=["ours", "own planner"])
+def test_a_loss_that_is_no_sum_from_some_step_on_is_told_and_planned_anew(trained: Any, options: Any) -> None:
+    ours, plain = trained(FITS_IN_PARTS, **options), trained(None)
     first, second, third = batches(3)
     for one in (ours, plain):
         one.step(first)
