@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ __all__ = [
     "join_reader",
     "joins_uneven_inputs",
     "pipeline_runtime",
+    "timeout_of",
     "torch_pipeline_orders",
 ]
 
@@ -85,6 +87,17 @@ def divides_by_ranks_left(model: DistributedDataParallel) -> bool:
     feature = "communication hooks, to divide gradients by the ranks that have batches,"
     first = read_private(read_private(model, "_join_config", feature), "is_first_joinable", feature)
     return bool(first) and not read_private(model, "_divide_by_initial_world_size", feature)
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta:
+    """How long a group's operations on tensors of a device wait for other ranks.
+
+    Raises:
+        PrivateNameError: this torch's groups have no such attribute.
+    """
+    feature = "ooo_pipeline, whose ranks wait as long for the gradients of weights that some of them share,"
+    options = read_private(read_private(group, "_get_backend", feature)(device), "options", feature)
+    return timedelta(seconds=read_private(options, "_timeout", feature).total_seconds())
 
 
 PipelineAction = tuple[Literal["F", "O", "W", "B"], int, int]

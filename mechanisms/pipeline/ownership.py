@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from retime.foundations.lazy_updates import nbytes
 from retime.foundations.messages import show_bytes, warn_no_effect
+from retime.foundations.torch_private.distributed import timeout_of
 from retime.foundations.torch_private.engine import tree_map
 from retime.foundations.torch_private.tensors import storage_address, without_subclass_functions
 from retime.mechanisms.pipeline.checks import (
@@ -387,7 +388,7 @@ class Ownership:
         """Add up the gradients of parameters that several ranks have; all ranks call this."""
         for name in sorted(self.shared):
             ranks, parameter = self.shared[name], self.parameters[name]
-            group = self._group_of(tuple(ranks))
+            group = self._group_of(tuple(ranks), parameter.device)
             if self._rank not in ranks:
                 continue
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -486,13 +487,13 @@ class Ownership:
             f"{show_bytes(nbytes(self.parameters[largest]))}): use {fix}"
         )
 
-    def _group_of(self, ranks: tuple[int, ...]) -> Any:
+    def _group_of(self, ranks: tuple[int, ...], device: torch.device) -> Any:
         if len(ranks) == len(self._everyone):
             return self._group
-        if ranks not in self._groups:
-            world = [dist.get_global_rank(self._group, rank) for rank in ranks]
-            self._groups[ranks] = dist.new_group(world, use_local_synchronization=True) if self._rank in ranks else None
-        return self._groups[ranks]
+        if self._rank in ranks and ranks not in self._groups:
+            world, wait = [dist.get_global_rank(self._group, rank) for rank in ranks], timeout_of(self._group, device)
+            self._groups[ranks] = dist.new_group(world, timeout=wait, use_local_synchronization=True)
+        return self._groups.get(ranks)
 
     def _owners_of_buffers(self, here: set[Tensor]) -> dict[str, int]:
         """A layer's buffers are those of the first rank that has the layer, others' of the one with their parameters.

@@ -1,8 +1,10 @@
 """The pipeline runtime of torch and the orders of its schedules."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -51,6 +53,13 @@ def test_the_runtime_does_what_it_is_told():
     orders = {0: [("F", 0, 0), ("F", 0, 1), ("O", 0, 1), ("B", 0, 0), ("W", 0, 1)]}
     distributed.pipeline_runtime([stage], 2, orders).run()
     assert stage.asked == [("F", 0), ("F", 1), ("O", 1, False), ("B", 0, False), ("W", 1, True), ("reduce", 1)]
+
+
+@pytest.mark.usefixtures("group")
+@canary("timeout_of", breaks="how long ooo_pipeline waits for weights that some ranks share")
+def test_a_group_tells_how_long_it_waits():
+    group = dist.new_group([0], timeout=timedelta(seconds=7))
+    assert distributed.timeout_of(group, torch.device("cpu")) == timedelta(seconds=7)
 
 
 @canary("torch_pipeline_orders", "PipelineAction", breaks="torch's own schedules in ooo_pipeline")
