@@ -127,6 +127,8 @@ def fuse_optimizer(
         raise ValueError("clip_value is for mode='backward'; in mode='forward' call torch.nn.utils.clip_grad_value_")
     if side_stream:
         raise ValueError("side_stream is for mode='backward'; in mode='forward' updates precede their layer's forward")
+    if backward_passes is not None:
+        raise ValueError("backward_passes is for mode='backward'; in mode='forward' a step may have any number of them")
     return ForwardFusion(optimizer, model, bucket_bytes=bucket_bytes)
 
 

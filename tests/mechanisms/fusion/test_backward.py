@@ -392,6 +392,7 @@ def test_remove_leaves_nothing_behind() -> None:
         ({"mode": "sideways"}, "unknown fusion mode 'sideways'"),
         ({"mode": "forward", "clip_value": 1.0}, "clip_grad_value_"),
         ({"mode": "forward", "side_stream": True}, "side_stream"),
+        ({"mode": "forward", "backward_passes": 2}, "may have any number"),
     ],
 )
 def test_bad_arguments_say_what_to_change(change: dict[str, Any], text: str) -> None:
