@@ -26,10 +26,7 @@ def baseline(layers: int, *, steps: int = 1) -> Schedule:
     check_count(layers=layers, steps=steps)
     tasks: list[Task] = []
     for step in range(steps):
-        tasks += _forward(layers, step)
-        for layer in range(layers, 0, -1):
-            tasks += _backward(layer, step)
-        tasks += _updates(layers, step)
+        tasks += [*_forward(layers, step), *_backward(layers, step), *_updates(layers, step)]
     return Schedule.sequence(tasks)
 
 
@@ -51,9 +48,7 @@ def backward_fusion(layers: int, *, steps: int = 1) -> Schedule:
     check_count(layers=layers, steps=steps)
     tasks: list[Task] = []
     for step in range(steps):
-        tasks += _forward(layers, step)
-        for layer in range(layers, 0, -1):
-            tasks += [*_backward(layer, step), Task(Kind.U, layer, step=step)]
+        tasks += [*_forward(layers, step), *_backward(layers, step, with_updates=True)]
     return Schedule.sequence(tasks)
 
 
@@ -78,8 +73,7 @@ def forward_fusion(layers: int, *, steps: int = 2) -> Schedule:
     for step in range(steps):
         for forward in _forward(layers, step):
             tasks += [Task(Kind.U, forward.layer, step=step - 1), forward] if step else [forward]
-        for layer in range(layers, 0, -1):
-            tasks += _backward(layer, step)
+        tasks += _backward(layers, step)
     return Schedule.sequence(tasks + _updates(layers, steps - 1))
 
 
@@ -87,9 +81,9 @@ def _forward(layers: int, step: int) -> list[Task]:
     return [Task(Kind.F, layer, step=step) for layer in range(1, layers + 1)]
 
 
-def _backward(layer: int, step: int) -> list[Task]:
-    weight = Task(Kind.W, layer, step=step)
-    return [weight] if layer == 1 else [Task(Kind.O, layer, step=step), weight]
+def _backward(layers: int, step: int, *, with_updates: bool = False) -> list[Task]:
+    kinds = [(layer, [Kind.O] * (layer > 1) + [Kind.W] + [Kind.U] * with_updates) for layer in range(layers, 0, -1)]
+    return [Task(kind, layer, step=step) for layer, of_layer in kinds for kind in of_layer]
 
 
 def _updates(layers: int, step: int) -> list[Task]:

@@ -263,7 +263,8 @@ class BudgetedDataParallelStep(BudgetedStep):
         agreement: RankAgreement | None = None,
         **named: Any,
     ) -> None:
-        options, synced = replace(options or BudgetOptions(), **named), _synced(model)
+        options = replace(options or BudgetOptions(), **named)
+        synced = [name for name, layer in model.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
         batchnorm = options.batchnorm
         if synced and batchnorm != "offload":
             raise ValueError(
@@ -416,10 +417,6 @@ class BudgetedDataParallelStep(BudgetedStep):
 def _communicates(optimizer: torch.optim.Optimizer) -> bool:
     """Compare names: importing torch's distributed optimizers takes long, and warns."""
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
-
-
-def _synced(model: nn.Module) -> list[str]:
-    return [name for name, layer in model.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
 
 
 def _why_whole(model: DistributedDataParallel, synced: list[str]) -> str:

@@ -89,11 +89,7 @@ class MemoryFloor:
             hints.append(fewer)
         samples = f"{self.sub_batch} samples" if self.sub_batch > 1 else "one sample"
         alone = f"That layer alone needs {sized(self.task.nbytes)} for {samples}: smaller samples would help"
-        return ". ".join([*(hints or [alone]), *filter(None, [_sentence(self.no_offload)])])
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+        return ". ".join([*(hints or [alone]), *filter(None, [self.no_offload[:1].upper() + self.no_offload[1:]])])
 
 
 # What a step needs: dry runs of it, made when they are needed; small real runs on copies where it cannot be run dry.

@@ -244,13 +244,15 @@ def _sizes_in(settings: dict[str, Any]) -> dict[str, float]:
 
 
 def hardware_line(result: Result) -> str:
-    """Name of the first point's machine, for a chart's title; emulated networks and simulations are named."""
+    """The points' machines, for a chart's title; emulated networks and simulations are named."""
     if result.simulated:
         return SIMULATED
-    point = result.points[0]
-    name = point.hardware.get("accelerator", point.hardware.get("processor", "unknown machine"))
-    network = "emulated network" if point.settings.get("hardware", {}).get("name") == "emulated" else ""
-    return ", ".join(filter(None, (name, cores(point), network)))
+    machines: dict[str, None] = {}
+    for point in result.points:
+        name = point.hardware.get("accelerator", point.hardware.get("processor", "unknown machine"))
+        network = "emulated network" if point.settings.get("hardware", {}).get("name") == "emulated" else ""
+        machines[", ".join(filter(None, (name, cores(point), network)))] = None
+    return " and ".join(machines)
 
 
 def cores(point: Point) -> str:

@@ -71,7 +71,7 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         with self.network(settings, settings.hosts, settings.rate) as network:
             for _ in range(settings.rounds):
                 for name in settings.variants:
-                    answers = self.run_job(settings, network, tick, "memory", variants=[name], k=None)
+                    answers = self.run_job(settings, network, tick, "memory", variants=[name])
                     for quantity, key in ((PEAK, "later_bytes"), (FIRST_PEAK, "first_bytes")):
                         peaks.setdefault((name, quantity), []).append(max(answer[key] for answer in answers) / MIB)
                     facts["gradient bytes"] = answers[0]["gradient_bytes"]

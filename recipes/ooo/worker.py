@@ -233,10 +233,9 @@ def memory(request: dict[str, Any]) -> dict[str, Any]:
     size = gradient_bytes(_model(request))
     peaks.next()
     fits = _fits(request, lambda batches: _Announced(batches, peaks.next))
-    fits.tuned_k = request["k"]
-    k = fits.fit(name).k
+    fits.fit(name)
     before, first, later = peaks.end()
-    return {"first_bytes": first - before, "later_bytes": later - before, "k": k, "gradient_bytes": size}
+    return {"first_bytes": first - before, "later_bytes": later - before, "gradient_bytes": size}
 
 
 class _Peaks:

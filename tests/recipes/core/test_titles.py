@@ -46,7 +46,7 @@ def test_a_title_has_machine_and_sizes_below_it() -> None:
     assert titled(result({}), "2 hosts") == "A title, 2 hosts\nA, 2 cores"
     long = [{"width": 1 + number // 2, "image_size": 32} for number in range(3)]
     named = [f"a network with a rather long name, {number}" for number in range(4)]
-    assert titled(result(*long, {**pinned, "image_size": 32}, case=named)) == "A title\nA, 2 cores; 32 px"
+    assert titled(result(*long, {**pinned, "image_size": 32}, case=named)) == "A title\nA, 2 cores and A, 1 core; 32 px"
     assert titled(result(*long, long[2], case=named)) == "A title\nA, 2 cores; 32 px, width 1 to 2"
     assert hardware_line(result({}, simulated=True)) == "simulated"
     for where in ("Figure 1", "Figure 1, simulated"):
