@@ -12,7 +12,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ from retime.foundations.parts.split import batch_size_of, leaves_of, map_leaves,
 from retime.foundations.storages import has_storage
 from retime.foundations.torch_private.nn_and_optim import BatchNormBase, own_buffers
 
+_SAME_SUM = 1e-5
+"""Weights of parts may add up to so much more or less than 1."""
 OPPOSITE = {"!=": "==", "==": "!=", ">": "<=", ">=": "<", "<": ">=", "<=": ">"}
 COMPARED = {"ne": "!=", "eq": "==", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """Comparisons, by the names of the operations."""
@@ -40,6 +42,7 @@ class Count:
         cut: ``select`` and ``slice`` that the step takes of it, with their numbers.
         least, added: a step divides by ``clamp(min=least)`` of the number, or by the number with this added to it.
         needed: what is divided need not be 0 where the number is, so a part without any has no loss.
+        exact: parts have to count what the batch does, as something beside the mean is the same for all of them.
     """
 
     place: str
@@ -49,6 +52,7 @@ class Count:
     least: float | None = None
     added: float = 0
     needed: bool = False
+    exact: bool = field(default=False, compare=False)
 
     def __call__(self, part: Any) -> Tensor:
         """The number in this part, as a scalar on the tensor's device; float64 for a sum.
@@ -103,6 +107,8 @@ class Count:
         cancelled = any(map(math.isnan, counted)) or any(empty) or (not whole and any(parts))
         if cancelled or (self.needed and empty):
             raise LookupError(f"{self}, which the loss divides by, is 0 in this batch or in a part of it")
+        if self.exact and whole and abs(sum(parts) / whole - 1) > _SAME_SUM:
+            raise LookupError(f"{self} is more in parts than in the batch, and the loss has a term that is no mean")
         return [part / whole for part in parts] if whole else normalised(samples, samples)
 
 
@@ -121,6 +127,10 @@ class Weighting:
     def __post_init__(self) -> None:
         if (self.kind == "count") != (self.count is not None):
             raise ValueError(f"Weighting({self.kind!r}, count={self.count}): count goes with kind 'count', and only it")
+
+    def exactly(self) -> Weighting:
+        """The same, whose weights have to add up to 1."""
+        return replace(self, count=replace(self.count, exact=True)) if isinstance(self.count, Count) else self
 
     def of(self, parts: Sequence[Any], samples: Sequence[int]) -> list[float]:
         """The weight of each part; they add up to 1, but for kind ``"sum"`` and counts with a least value.

@@ -28,8 +28,7 @@ _VALUES_LEFT_OUT |= {"new_ones", "new_full", "new_empty", "new_empty_strided"}
 """Operations that take a shape or a type of what they are given, and no value."""
 _ORDERED = {"sort", "topk", "argsort", "kthvalue", "mode"}
 """Operations along the last dimension, where a call says nothing else."""
-_PRODUCTS = {"mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "matmul"}
-_FACTORS = {"mul", "div"}
+_FACTORS, _PRODUCTS = {"mul", "div"}, {"mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "matmul"}
 _WINDOWS = ("avg_pool", "max_pool", "adaptive_", "_adaptive_", "upsample_", "_upsample_", "reflection_", "replic")
 _EACH_ROW = {"arange", "repeat_interleave"}
 """What numbers samples by their places."""
@@ -56,8 +55,7 @@ class Head:
     """Way in which a number for a batch comes from samples.
 
     Attributes:
-        weightings: of parts, so that their numbers add up; several have to weigh the parts of a batch alike. None: no
-            sample has a part in it.
+        weightings: of parts, which add up by each of them; none, if no sample has a part in it.
         like_loss: it is the loss, or follows from it over factors and terms that are constant.
         compares: what is counted follows from a comparison with a number of the step's own.
     """
@@ -142,7 +140,8 @@ class _Judge:
             raise NotUnderstoodError(
                 f"it adds up a sum over samples and {self._constant}, which is the same for each micro-batch"
             )
-        return Head(tuple(self._weightings), self._like_loss, self._compares)
+        weightings = [one.exactly() if self._constant is not None else one for one in self._weightings]
+        return Head(tuple(weightings), self._like_loss, self._compares)
 
     def follow(self, one: Operation, two: Operation, factor: float) -> None:
         """Go on towards the samples.
@@ -359,6 +358,9 @@ class _Judge:
             near = math.isnan(one.value + two.value) or math.isclose(one.value, two.value, rel_tol=1e-6)
             if one.name == two.name and one.shape == two.shape and not near:
                 raise NotUnderstoodError(f"{where} is given another constant for other samples")
+            by_place = one.name in COMPARED and not _EACH_ROW.isdisjoint(without_views(x).name for x in one.operands())
+            if by_place and one.shape != two.shape:
+                raise NotUnderstoodError(f"{where} depends on where in the batch a sample is")
             for key, value in one.given.items():
                 self._check_number(where, value, two.given.get(key))
             waiting += zip(one.operands(), two.operands(), strict=False)
@@ -489,7 +491,8 @@ def _taken(given: Operation, filled: int | None = None) -> tuple[Operation, tupl
             cut.append((given.name, numbers))
         elif given.name == "constant_pad_nd":
             pad = given.given["pad"]
-            if given.given.get("value", 0) != filled or any(pad[2:]) or pad[0]:
+            by_end = min(pad) < 0 or any(name == "select" or min(numbers[1:3]) < 0 for name, numbers in cut)
+            if given.given.get("value", 0) != filled or any(pad[2:]) or pad[0] or by_end:
                 break
         elif given.name in ("view", "_unsafe_view", "squeeze", "unsqueeze", "permute", "transpose", "t"):
             if cut:

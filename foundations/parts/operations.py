@@ -421,14 +421,16 @@ def record_altered(
     for which in [*alone, range(reads)] if reads else ():
         could, refused = False, False
         for how in get_args(Alteration):
-            altered = PerturbedReads(set(which), max(which), how)
-            try:
-                other = record(step, batch, altered=altered, **further)
-            except Exception as error:  # as math.exp() of what is too large
-                refused |= altered.checked(error)
-                continue
-            could = True
-            yield other
+            for last in (max(which), sys.maxsize):  # what is checked behind them may allow no other values there
+                altered = PerturbedReads(set(which), last, how)
+                try:
+                    other = record(step, batch, altered=altered, **further)
+                except Exception as error:  # as math.exp() of what is too large
+                    refused |= altered.checked(error)
+                    continue
+                could = True
+                yield other
+                break
         if not could and not refused:
             yield None
     if run.recorder.chosen:
@@ -438,32 +440,33 @@ def record_altered(
         except Exception as error:
             if not altered.checked(error):
                 yield None
-    for texts in _other_texts(batch) if samples is None else ():
+    for texts, of_batch in _other_texts(batch) if samples is None else ():
         try:
             yield record(step, texts, **further)
         except Exception:
-            yield None
+            if of_batch:
+                yield None
 
 
-def _other_texts(batch: Any) -> Iterator[Any]:
-    """The batch with the shortest, and with the longest, of the texts of its samples in the place of all."""
+def _other_texts(batch: Any) -> Iterator[tuple[Any, bool]]:
+    """The batch with the shortest, the longest, and one twice as long, which is none of its texts, in place of all."""
     samples = samples_in(batch)
 
     def is_text(leaf: Any) -> bool:
         return isinstance(leaf, list | tuple) and len(leaf) == samples and all(isinstance(t, str | bytes) for t in leaf)
 
-    for choose in (min, max):
+    for choose, times in ((min, 1), (max, 1), (max, 2)):
         others: list[Any] = []
 
-        def change(_: str, leaf: Any, choose: Any = choose, others: list[Any] = others) -> Any:
+        def change(_: str, leaf: Any, choose: Any = choose, times: int = times, others: list[Any] = others) -> Any:
             if not is_text(leaf):
                 return leaf
             others.append(leaf)
-            return type(leaf)([choose(leaf, key=len)] * len(leaf))
+            return type(leaf)([choose(leaf, key=len) * times] * len(leaf))
 
         changed = map_leaves(batch, change)
         if others:
-            yield changed
+            yield changed, times == 1
 
 
 _ALTERED_ALONE = 4

@@ -45,7 +45,8 @@ def batch_size_of(batch: Any) -> int:
     """Number of samples of a batch: the first dimension of its tensors.
 
     Scalars, and tensors whose first dimension is 1 beside others of more, have no batch dimension: they go to every
-    part, as they would be broadcast. So does whatever is no tensor, but for lists of text of one entry a sample.
+    part, as they would be broadcast. So does whatever is no tensor, but for NumPy arrays, and lists of anything but
+    numbers, of one entry a sample.
 
     Args:
         batch: tensors of shape ``(B, ...)`` in dicts, lists, tuples, dataclasses, mappings such as ``BatchEncoding``,
@@ -70,7 +71,7 @@ def batch_size_of(batch: Any) -> int:
         raise ValueError(f"tensors of this batch disagree on the number of samples ({text}): {_HOOK}")
     samples = next(iter(path_of_size), 1)
     for path, leaf in leaves_of(batch):
-        if _is_flat(leaf) and len(leaf) == samples > 1 and not _is_text(leaf):
+        if _is_flat(leaf) and len(leaf) == samples > 1 and not _is_one_a_sample(leaf, samples):
             raise ValueError(
                 f"{path} is a {type(leaf).__name__} of {samples} entries in a batch of {samples} samples: one entry a "
                 f"sample, or the same for all? Make it a tensor, or {_HOOK}"
@@ -101,10 +102,11 @@ def part_of(batch: Any, which: slice | Tensor, samples: int) -> Any:
     def cut(_: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples:
             return leaf[which] if isinstance(which, slice) else leaf[which.to(leaf.device)]
-        if _is_flat(leaf) and len(leaf) == samples and _is_text(leaf):
-            chosen = leaf[which] if isinstance(which, slice) else [leaf[index] for index in which.tolist()]
-            return type(leaf)(chosen)
-        return leaf
+        if not _is_one_a_sample(leaf, samples):
+            return leaf
+        if not _is_flat(leaf):  # an array
+            return leaf[which if isinstance(which, slice) else which.tolist()]
+        return type(leaf)(leaf[which] if isinstance(which, slice) else [leaf[index] for index in which.tolist()])
 
     return map_leaves(batch, cut)
 
@@ -122,7 +124,7 @@ def tensors_of(batch: Any, path: str = "batch") -> dict[str, Tensor]:
 def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str = "batch") -> Any:
     """A copy of a nested value with each leaf replaced by ``change(place, leaf)``; the leaves stay where they were.
 
-    Leaves are tensors, whatever is no container, and lists or tuples that hold only text and numbers.
+    Leaves are tensors, whatever is no container, and lists or tuples without tensors.
 
     Raises:
         ValueError: a container cannot be rebuilt.
@@ -215,17 +217,23 @@ def _rebuild(value: Any, keys: list[Any], children: list[Any]) -> Any:
 
 
 def _is_flat(value: Any) -> bool:
-    """A list or tuple of text and numbers only: it is passed on as one piece."""
+    """A list or tuple without tensors, as of text, numbers or what is known of each sample: it stays one piece."""
     return (
         isinstance(value, list | tuple)
         and len(value) > 0
-        and all(isinstance(child, str | bytes | int | float | complex | type(None)) for child in value)
+        and not hasattr(value, "_fields")
+        and all(isinstance(child, str | bytes | _NUMBERS) or not _holds_tensors(child, 3) for child in value)
     )
 
 
-def _is_text(value: Sequence[Any]) -> bool:
-    """As PyTorch's collate function leaves strings: a list with one a sample."""
-    return all(isinstance(child, str | bytes) for child in value)
+def _is_one_a_sample(value: Any, samples: int) -> bool:
+    """As PyTorch's collate function leaves text, and a user's own dictionaries. Numbers may be for all samples."""
+    if _is_flat(value):
+        return len(value) == samples and not any(isinstance(child, _NUMBERS) for child in value)
+    return type(value).__module__ == "numpy" and bool(getattr(value, "shape", ())[:1] == (samples,))
+
+
+_NUMBERS = int | float | complex | type(None)
 
 
 def _check_dense(tensor: Tensor, path: str) -> None:
@@ -244,7 +252,7 @@ def _check_opaque(leaf: Any, path: str) -> None:
 
 def _holds_tensors(value: Any, depth: int) -> bool:
     return any(
-        isinstance(leaf, Tensor) or (depth > 0 and _holds_tensors(attributes_of(leaf), depth - 1))
+        isinstance(leaf, Tensor | PackedSequence) or (depth > 0 and _holds_tensors(attributes_of(leaf), depth - 1))
         for _, leaf in leaves_of(value)
     )
 
@@ -308,7 +316,12 @@ def key_of(batch: Any, model: nn.Module, gradients: str) -> tuple[Any, ...]:
     flags = [module.training for module in model.modules()]
     for parameter in model.parameters():
         flags += [parameter.requires_grad, bool(post_accumulate_hooks(parameter))]
-    shapes = [(place, tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in tensors_of(batch).items()]
+    tensors = tensors_of(batch)
+    samples = max((one.shape[0] for one in tensors.values() if one.dim()), default=1)
+    for_all = {place for place, one in tensors.items() if one.dim() and samples > 1 == one.shape[0]}
+    shapes = [
+        (place + " for all" * (place in for_all), tuple(one.shape[1:]), one.dtype) for place, one in tensors.items()
+    ]
     return gradients, crc32(bytes(flags)), tuple(shapes)
 
 

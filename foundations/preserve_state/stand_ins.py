@@ -284,6 +284,13 @@ def stand_in_optimizer(optimizer: torch.optim.Optimizer, replacement: Replacemen
     return twin
 
 
+def _is_unlike(tensor: Tensor, original: Tensor) -> bool:
+    """Return whether it was written behind its version number, by `.data`; none that is trained is looked at."""
+    if tensor.requires_grad or tensor.device.type == "meta" or not tensor.is_floating_point():
+        return False
+    return not torch.allclose(tensor, original.to(tensor.dtype), 0, 0, equal_nan=True)
+
+
 class ScratchModel:
     """While open, a model's modules hold copies of all their tensors; closing puts the originals back.
 
@@ -367,7 +374,7 @@ class ScratchModel:
         for name, original in self._named:
             _, twin, version = self._copies[id(original)]
             present = now.get(name, twin)
-            if present is not twin or version_of(twin) != version:
+            if present is not twin or version_of(twin) != version or _is_unlike(present, original):
                 changed[name] = present.detach().clone()
         return changed
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 
 from retime.foundations.messages import warn_difference
-from retime.foundations.parts import Certificate, Example, combined_scalar, normalised
+from retime.foundations.parts import Certificate, Example, Weighting, combined_scalar, normalised
 from retime.foundations.patching import replaced_attributes
 from retime.mechanisms.memory_budget import SubBatches
 from retime.mechanisms.pipeline import Examples
@@ -297,7 +297,9 @@ def fitting(certificate: Certificate, call: LoggedCall) -> list[By]:
     if all(place_of(call.key) not in example.whole for example in examples):
         return []
     ways: list[By] = ["batch_size"] if call.sized else []
-    ways += ["weights", "samples", "sum", *(by for by in _EXTREMES if by == call.reduced)]
+    is_mean = certificate.outputs.get(place_of(call.key)) == Weighting("mean")  # as its operations tell
+    ways += [*(("samples", "weights") if is_mean else ("weights", "samples")), "sum"]
+    ways += [by for by in _EXTREMES if by == call.reduced]
     return [by for by in ways if all(_fits(by, one, call, certificate.tolerance) for one in examples)]
 
 

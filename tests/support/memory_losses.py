@@ -129,6 +129,10 @@ TRICKY: dict[str, Loss] = {
     "column with holes": lambda m, b: F.cross_entropy(m(b["x"]), b["labels"][:, 0]),
     "labels gate": lambda m, b: m.each(b).mean() + (b["y"] == 0).all() * m.two(b["x"]).square().mean(),
     "labels divide": lambda m, b: m.each(b).mean() / (b["labels"] > 1).all(1).sum().clamp(min=1),
+    "by place": lambda m, b: torch.where(torch.arange(len(b["x"])) < 8, m.each(b), 0.0).mean(),
+    "branch before a check": lambda m, b: (
+        (2.0 if (b["weights"] > 0.95).any() else 1.0) * (m(b["x"]) - F.one_hot(b["y"], CLASSES)).square().mean()
+    ),
     "rows found": lambda m, b: m.each(b)[(m.each(b).detach() > m.least).nonzero()[:, 0]].mean(),
 }
 

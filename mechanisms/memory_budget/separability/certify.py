@@ -283,6 +283,10 @@ _BATCHNORM_FIX = "offload only, or choose batchnorm='ghost'"
 _COUNTS = (
     "each call of the step changes {}, which has a part in what it computes, and sub-batches would change it more often"
 )
+_ODD = (
+    "the gradients of {} do not grow as the loss does: a gradient hook or an autograd.Function adds to them, or clamps "
+    "them; offload only"
+)
 _RANDOM = "dropout masks and other random numbers are drawn anew for each sub-batch, so they are not the plain step's"
 
 
@@ -422,6 +426,10 @@ class _Examiner:
                 if counters:
                     reason = f"{_COUNTS.format(counters)}; offload only"
                     concluded = Certificate(None, reason, samples=self._samples)
+            if concluded.separable and (
+                odd := prober.not_in_proportion(self._batches[0], range(self._samples), probes[0].full)
+            ):
+                concluded = Certificate(None, _ODD.format(_some(odd)), samples=self._samples)
             if concluded.weighting is not None and set(probes[0].full.scalars.values()) != {probes[0].full.loss}:
                 noisy = prober.probe_with_noise(self._batches[0], range(self._samples))
                 if noisy is not None and _is_comparable(noisy, probes[0], concluded):

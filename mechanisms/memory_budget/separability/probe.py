@@ -26,6 +26,8 @@ from retime.foundations.preserve_state import ScratchModel, seed_all
 from retime.foundations.torch_private.engine import run_backward
 from retime.mechanisms.memory_budget.separability.watch import NoDropout, SampleNoise, Watch
 
+_GROWN = 2.0**10
+"""Times as large as it is, a loss has gradients that are that many times as large, without any rounding."""
 _SKETCH = 1024
 _BLOCK = 256 * _SKETCH
 _OFTEN = 2**10 * 3**2 * 5**4 * 7 * 11 * 13
@@ -89,7 +91,8 @@ class Probe:
         Args:
             tolerance: relative; a power iteration, of spectral norm for one, changes little when it has converged.
         """
-        changed = []
+        # what is written may be alike only now: a teacher that is its student, a power iteration that has converged
+        changed = [name for name, one in self.full.changed.items() if one.is_floating_point() and one.numel()]
         for case in self.cases:
             after: dict[str, Tensor] = {}
             for run in case.runs:
@@ -116,6 +119,7 @@ class Prober:
         self.epsilon = 0.0
         self.random = self._reentrant = False
         self._noise: SampleNoise | None = None
+        self._factor = 1.0  # of the loss, where gradients are computed
         self._kind: Callable[[Any], Recorder] | None = None
 
     def probe_with_noise(self, batch: Any, names: Sequence[int]) -> Probe | None:
@@ -173,6 +177,7 @@ class Prober:
 
     def depends_on_counters(self, batch: Any, names: Sequence[int], full: Run) -> str:
         """Numbers that each call of the step changes and that have a part in what it computes; empty if none has."""
+        self._kind = None
         for value in _LATER if full.counters else ():
             self._scratch.restart()
             for key in full.counters:
@@ -184,6 +189,17 @@ class Prober:
             if not same:
                 return ", ".join(dict.fromkeys(name for _, name in full.counters))
         return ""
+
+    def not_in_proportion(self, batch: Any, names: Sequence[int], full: Run) -> list[str]:
+        """Parameters whose gradients do not grow as the loss does: something is added to them, or they are clamped."""
+        self._scratch.restart()
+        self._kind, self._factor = None, _GROWN
+        try:
+            grown = self._run(batch, list(names)).gradients
+        finally:
+            self._factor = 1.0
+        tolerance = _ROUNDINGS * self.epsilon
+        return [name for name, one in full.gradients.items() if not _alike(_GROWN * one, grown[name], tolerance)]
 
     def _run(self, batch: Any, names: Sequence[int]) -> Run:
         before = self._scratch.numbers()
@@ -221,7 +237,7 @@ class Prober:
                 return output, self._by_backward(loss, parameters), watch
             # the originals too: a step may hold on to them outside of the model
             targets = [*((name, twin) for name, _, twin in parameters), *((name, old) for name, old, _ in parameters)]
-            of_targets = _backward(loss, tuple(tensor for _, tensor in targets))
+            of_targets = _backward(loss, tuple(tensor for _, tensor in targets), self._factor)
         gradients: dict[str, Tensor] = {}
         for (name, _), gradient in zip(targets, of_targets, strict=True):
             if gradient is not None:
@@ -233,7 +249,7 @@ class Prober:
         try:
             for old in originals:
                 old.requires_grad_(False)
-            _backward(loss, ())
+            _backward(loss, (), self._factor)
         finally:
             for old in originals:
                 old.requires_grad_(True)
@@ -246,13 +262,13 @@ class Prober:
         return tensor.to(self._dtype if tensor.is_floating_point() else None, copy=True)
 
 
-def _backward(loss: Tensor, targets: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def _backward(loss: Tensor, targets: tuple[Tensor, ...], factor: float) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad``, or without targets ``loss.backward()``, but the modes of Python stay on meanwhile.
 
     The public functions hand themselves to a TorchFunctionMode, which is off while it handles them: layers that are
     recomputed in the backward pass would have their dropout back.
     """
-    arguments = ((loss,), (torch.ones_like(loss),), False, False, targets)
+    arguments = ((loss,), (torch.full_like(loss, factor),), False, False, targets)
     return tuple(run_backward(*arguments, allow_unreachable=True, accumulate_grad=not targets) or ())
 
 

@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 from retime.foundations.parts.split import (
     balanced_parts,
     batch_size_of,
+    key_of,
     part_of,
     replaced_tensors,
     samples_in,
@@ -142,16 +144,27 @@ def test_what_is_broadcast_goes_to_every_part() -> None:
 
 def test_text_of_one_entry_a_sample_is_cut_as_well() -> None:
     whole = {"x": rows(3), "caption": ["a", "b", "c"], "classes": ["cat", "dog"], "mean": [0.5, 0.5]}
+    whole |= {"of": [{"at": 1}, {"at": 2}, {"at": 3}], "boxes": ([1], [], [2, 3]), "numpy": np.arange(3)}
     parts = split_batch(whole, 2)
     assert [part["caption"] for part in parts] == [["a", "b"], ["c"]]
+    assert [part["of"] for part in parts] == [[{"at": 1}, {"at": 2}], [{"at": 3}]]
+    assert [part["boxes"] for part in parts] == [([1], []), ([2, 3],)]
+    assert [part["numpy"].tolist() for part in parts] == [[0, 1], [2]]
     assert all(part["classes"] == ["cat", "dog"] and part["mean"] == [0.5, 0.5] for part in parts)
 
 
 def test_chosen_samples() -> None:
     whole = {"x": rows(), "name": list("abcdefg")}
-    part = part_of(whole, torch.tensor([5, 0]), 7)
+    part = part_of({**whole, "numpy": np.arange(7)}, torch.tensor([5, 0]), 7)
     assert torch.equal(part["x"], whole["x"][[5, 0]])
     assert part["name"] == ["f", "a"]
+    assert part["numpy"].tolist() == [5, 0]
+
+
+def test_a_tensor_for_all_samples_is_another_shape_than_one_of_each() -> None:
+    model = nn.Linear(1, 1)
+    keys = [key_of({"x": rows(), "mask": torch.ones(samples, 3)}, model, "freed") for samples in (7, 1)]
+    assert keys[0] != keys[1] == key_of({"x": rows(3), "mask": torch.ones(1, 3)}, model, "freed")
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """The separability certificate: which losses may be trained in parts, by which weights, and which may not."""
 
+import copy
+import re
 from typing import Any
 
 import pytest
@@ -150,6 +152,79 @@ def test_gradient_hooks_are_noted() -> None:
     case.model[0].weight.register_hook(lambda gradient: gradient * 2)
 
     assert certify(case.step, case.batch, case.model).notes == ("gradient hooks run once for each sub-batch: 0.weight",)
+
+
+class _AddsLoss(torch.autograd.Function):
+    """As models with auxiliary losses have it: the gradient of the second is 1, whatever the loss's is."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, auxiliary: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones(())
+
+
+@pytest.mark.parametrize("way", ["adds", "clamps", "auxiliary"])
+def test_gradients_that_do_not_grow_with_the_loss_keep_a_batch_whole(way: str) -> None:
+    case = classifier(convolutional())
+    weight = case.model[0].weight
+    hooks = {
+        "adds": lambda gradient: gradient + 0.01 * weight.detach(),
+        "clamps": lambda gradient: gradient.clamp(-5, 5),
+    }
+    if way in hooks:
+        weight.register_hook(hooks[way])
+
+    def step(batch: Any) -> Tensor:
+        loss = case.step(batch)
+        return loss if way in hooks else _AddsLoss.apply(loss, 0.01 * weight.square().sum())
+
+    certificate = certify(step, case.batch, case.model)
+
+    assert not certificate.separable
+    assert re.search(r"the gradients of 0\.weight.* do not grow as the loss does", certificate.reason)
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_teacher_that_is_its_student_so_far_keeps_a_batch_whole(by_data: bool) -> None:
+    student, x = nn.Linear(3, 2), torch.randn(8, 3)
+    model = nn.ModuleList([student, copy.deepcopy(student).requires_grad_(False)])
+
+    def step(batch: Tensor) -> Tensor:
+        for new, old in zip(student.parameters(), model[1].parameters(), strict=True):
+            mean = old.detach() * 0.9 + new.detach() * 0.1
+            if by_data:
+                old.data = mean
+            else:
+                old.copy_(mean)
+        return (student(batch) - model[1](batch)).square().mean() + student(batch).square().mean()
+
+    assert re.search(r"each forward pass changes 1\.(bias|weight)", certify(step, x, model).reason)
+
+
+def test_lengths_of_texts_that_are_alike_so_far_keep_a_batch_whole() -> None:
+    model, texts = nn.Linear(3, 1), ["abcd"] * 8
+    certificate = certify(lambda b: model(b[0]).sum() / sum(map(len, b[1])), (torch.randn(8, 3), texts), model)
+    assert "len() of a text" in certificate.reason
+
+
+def test_a_term_beside_a_clamped_mean_counts_once() -> None:
+    case = classifier(convolutional())
+    flags = torch.ones(11)
+
+    def step(batch: Any) -> Tensor:
+        each = F.cross_entropy(case.model(batch[0]), batch[1], reduction="none")
+        decay = sum(one.square().sum() for one in case.model.parameters())
+        return (each * batch[2]).sum() / batch[2].sum().clamp(min=1) + 0.05 * decay
+
+    batch = (*case.batch, flags)
+    certificate = certify(step, batch, case.model)
+    assert sum(loss_weights(certificate, split_batch(batch, 4))) == pytest.approx(1)
+    for there in (0, 8):  # a part without any divides by 1
+        with pytest.raises(WeightsUnclearError, match="more in parts than in the batch"):
+            loss_weights(certificate, split_batch((*case.batch, (torch.arange(11) < there).float()), 4))
 
 
 def test_a_model_of_transformers() -> None:

@@ -225,4 +225,4 @@ def test_the_number_of_samples_that_a_probe_computes_on() -> None:
     assert sizes[:5] == [5, 3, 2, 5 - 1, 1]
     assert max(sizes) == 5
     assert sizes[5:8] == [5, 3, 2]  # other samples
-    assert sizes[8:] == [5, 3]  # forward only, with the operations recorded
+    assert sizes[8:] == [5, 3, 5]  # forward only, with the operations recorded; and with a larger loss
