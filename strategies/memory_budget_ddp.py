@@ -85,13 +85,13 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
         return (*super().mechanisms, Mechanism.HOST_REDUCTION) if self.reduce_on == "host" else super().mechanisms
 
     def _make_step(self, module: LightningModule, options: BudgetOptions) -> BudgetedStep:
-        agreement = RankAgreement(timeout_of(self))
         self.end_reduction()
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         reducer = self.make_reducer(model)
         if reducer is not None:
             self._reduction = BucketReduction(model, reducer)
+        agreement = RankAgreement(timeout_of(self))
 
         def make() -> BudgetedStep:
             memory = self._memory(self.num_processes)

@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -155,18 +156,23 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, StepsFused, DDP
                 f"ooo_ddp cannot send the sparse gradients of {layer!r} through DDP's communication hook: use "
                 "sparse=False, or strategy='ddp'"
             )
-        self._ooo = OutOfOrderDataParallel(
-            model,
-            k=self._wanted,
-            max_memory=self._max_memory,
-            cross_iteration=self._cross_iteration,
-            blocks=self._block_names,
-            divide=self._divide,
-            reducer=self.make_reducer(model),
-            timeout=timeout_of(self),
-            expects_loss=True,
-            known_k=self._known_k,
-        )
+        reducer = self.make_reducer(model)
+        with ExitStack() as if_refused:
+            if reducer is not None:
+                if_refused.callback(reducer.close)
+            self._ooo = OutOfOrderDataParallel(
+                model,
+                k=self._wanted,
+                max_memory=self._max_memory,
+                cross_iteration=self._cross_iteration,
+                blocks=self._block_names,
+                divide=self._divide,
+                reducer=reducer,
+                timeout=timeout_of(self),
+                expects_loss=True,
+                known_k=self._known_k,
+            )
+            if_refused.pop_all()
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             self._ooo.k_choice.keep_order(MANUAL)
@@ -229,7 +235,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, StepsFused, DDP
         failing = sys.exc_info()[0] is not None
         try:
             if ooo is not None:
-                ooo.remove()
+                ooo.remove(failed=failing)
         except RuntimeError as error:
             if not failing:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -107,6 +108,6 @@ class OutOfOrderDataParallel:
         """Run all pending updates and remove all hooks."""
         self._kept.remove()
         if self._ooo is not None:
-            self._ooo.remove()
+            self._ooo.remove(failed=sys.exc_info()[0] is not None)
             note_gone(self._optimizer, self._mechanism)
             renew_captured_steps(self._optimizer)

@@ -284,6 +284,18 @@ _PATIENCE = timedelta(seconds=5)
 """How long a rank that failed waits for others to fail too, so that they can put the state together."""
 
 
+_UNLIKE_SETTINGS = (
+    "some ranks have another learning rate, or other settings, in the optimizer's groups (does a scheduler follow a "
+    "metric that is logged without sync_dist=True?)"
+)
+
+
+def _plain(value: Any) -> Any:
+    """What is alike on ranks whose settings are: no addresses."""
+    value = value.tolist() if isinstance(value, Tensor) else value
+    return value if isinstance(value, int | float | str | list | None) else type(value).__name__
+
+
 class _Does(IntEnum):
     """Action that a rank wants to take with the others."""
 
@@ -435,7 +447,7 @@ class HostUpdate:
             if not whole:
                 self._step_share(stepped)
             else:
-                reason = next(filter(None, all_gather_object(mine, self._ranks)))
+                reason = next(filter(None, all_gather_object(mine, self._ranks)), _UNLIKE_SETTINGS)
         except BaseException:
             self._fail()
             raise
@@ -466,7 +478,7 @@ class HostUpdate:
         self._report = replace(self._report, steps=self._report.steps + 1)
 
     def _agree(self, does: _Does, stepped: Sequence[Tensor] = ()) -> bool:
-        """Make sure that the ranks do the same now; returns whether one of them cannot step its share.
+        """Make sure that the ranks do the same now; returns whether they cannot step shares, or not by like settings.
 
         Raises:
             RuntimeError: they do not, or would step other parameters, or the same ones from other gradients.
@@ -477,8 +489,10 @@ class HostUpdate:
         weights, sample = self._likeness.weights(shared), self._likeness.sample(shared, self._report.steps)
         if does >= _Does.END or len(self._optimizer.state) != self._states:
             self._held, self._states = self._shared_state_bytes(), len(self._optimizer.state)
-        mine = [dist.get_rank(), does, self._held, which, weights, sample]
-        ranks, do, state_sizes, steps, written, samples = zip(*all_gather_floats(mine, self._ranks), strict=True)
+        mine = [dist.get_rank(), does, self._held, which, weights, sample, self._settings()]
+        ranks, do, state_sizes, steps, written, samples, settings = zip(
+            *all_gather_floats(mine, self._ranks), strict=True
+        )
         self._report = replace(self._report, whole_state_bytes=int(sum(state_sizes)))
         if len({one >= _Does.END for one in do}) > 1:
             other, what = next(
@@ -489,7 +503,7 @@ class HostUpdate:
             ended = "failed; see its own error" if what == _Does.END_FAILED else "has ended its training"
             kind = RankLostError if what == _Does.END_FAILED else RuntimeError
             raise kind(f"rank {other} {'still steps' if what < _Does.END else ended}")
-        if does >= _Does.END or _Does.STEP_WHOLE in do:
+        if does >= _Does.END or _Does.STEP_WHOLE in do or len(set(settings)) > 1:
             return True
         if len(set(steps)) > 1:
             raise RuntimeError(
@@ -503,6 +517,11 @@ class HostUpdate:
                 "that synchronises, change gradients and weights alike on all ranks, or leave out update_on_host"
             )
         return False
+
+    def _settings(self) -> int:
+        """A number for learning rates and whatever else the groups have; another one where ranks have others."""
+        groups = [sorted({**group, "params": len(group["params"])}.items()) for group in self._optimizer.param_groups]
+        return zlib.crc32(repr(tree_map(_plain, groups)).encode())
 
     def _parameters(self) -> list[Tensor]:
         return [one for group in self._optimizer.param_groups for one in group["params"]]

@@ -136,10 +136,9 @@ SMALLEST_MESSAGE_BYTES = 1024 * 1024
 
 
 class BucketPlan:
-    """A cut through the wrapper's buckets, for one k.
+    """A cut through the wrapper's buckets, as it will keep them, for one k.
 
     Args:
-        buckets: of the wrapper, as it will keep them.
         blocks: the first k.
 
     Attributes:
@@ -387,8 +386,8 @@ class OutOfOrderDataParallel:
         blocks: names of the modules that k counts; None: repeated blocks, else single layers.
         divide: whether gradients are divided by the number of ranks, as the plain wrapper does with bucket views;
             False: multiplied by the rounded reciprocal, as it does without.
-        reducer: sums gradients, and is closed with this; None: all-reduces on the device, in two process groups made
-            here.
+        reducer: sums gradients, and is closed by :meth:`remove`; None: all-reduces on the device, in two groups of
+            its own.
         timeout: of these groups; None: torch's default.
         expects_loss: whether the owner calls :meth:`watch` with every loss, which shows more than the model's output.
         known_k: what an earlier run found (``k_choice.to_save()``): ``"auto"`` does not search then, if ranks and
@@ -512,19 +511,21 @@ class OutOfOrderDataParallel:
             report.search_steps = self.k_choice.search_steps
         return report
 
-    def remove(self) -> None:
+    def remove(self, *, failed: bool = False) -> None:
         """Bring all parameters up to date and take the hooks off; gradients are then reduced by the wrapper again.
+
+        Args:
+            failed: this rank's training has, which others are told at once where they add up in shared memory.
 
         Raises:
             RuntimeError: a gradient never arrived because another rank failed; the hooks are off all the same.
         """
         if self._removed:
             return
-        self._removed = True
-        failed = True
+        self._removed = lost = True
         try:
             self.flush()
-            failed = False
+            lost = False
         finally:
             self._arrivals.release()
             for handle in self._handles:
@@ -534,7 +535,7 @@ class OutOfOrderDataParallel:
                     updates.remove()
             finally:
                 self._deferral.remove()
-                self._slot.give_back(self, self._reducer, failed=failed)
+                self._slot.give_back(self, self._reducer, failed=failed or lost)
                 self._forget_processes()
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:

@@ -350,6 +350,21 @@ def test_hooks_that_come_later() -> None:
 
 
 @on_ranks(2)
+def test_learning_rates_that_differ() -> None:
+    """As of a ReduceLROnPlateau that follows each rank's own metric: plain ranks then train apart, and so do these."""
+    for rate in (0.02, torch.tensor(0.02)):
+        ours, theirs = pair(adamw, 2)
+        for run in (ours, theirs):
+            run.optimizer.param_groups[-1]["lr"] = rate * (1 + RANK)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", NoEffectWarning)
+            ours.train(1)
+        theirs.train(1)
+        assert ["some ranks have another learning rate" in str(one.message) for one in caught] == [True] * (RANK == 0)
+        end(ours, theirs)
+
+
+@on_ranks(2)
 def test_optimizers_that_stay_whole() -> None:
     def hooked(parameters: Iterable[Tensor]) -> Optimizer:
         optimizer = adamw(parameters)

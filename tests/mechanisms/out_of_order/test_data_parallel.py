@@ -19,6 +19,7 @@ from retime.callbacks import FuseOptimizer, ReverseFirstK
 from retime.foundations.ddp.reductions import SIZES_MB, bucket_mb, measured_seconds_per_mb
 from retime.foundations.measure import forget_peak, peak_so_far
 from retime.foundations.messages import NoEffectWarning
+from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
 from retime.mechanisms.out_of_order.k_search import MOST_STEPS, KTuner
 from retime.strategies import OOODataParallelStrategy
@@ -270,6 +271,22 @@ def test_nothing_is_left_behind() -> None:
     gc.collect()
     assert not any(reference() is not None for reference in gone)
     assert len(dist.distributed_c10d._world.pg_map) == groups
+
+
+@on_ranks(2)
+def test_a_rank_that_failed_tells_the_other_at_once_where_the_host_adds_up() -> None:
+    model = wrapped(broadcast_buffers=False)
+    ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), 0.1), k=1, reducer=HostReducer())
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+    ooo.flush()
+    if RANK == 1:
+        ooo.remove(failed=True)
+    else:
+        model(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(RuntimeError, match="rank 1"):
+            ooo.remove()
+    dist.barrier()  # it still lives
 
 
 @on_ranks(2)
