@@ -222,7 +222,7 @@ def _is_flat(value: Any) -> bool:
         isinstance(value, list | tuple)
         and len(value) > 0
         and not hasattr(value, "_fields")
-        and all(isinstance(child, str | bytes | _NUMBERS) or not _holds_tensors(child, 3) for child in value)
+        and all(isinstance(child, (str, bytes, *_NUMBERS)) or not _holds_tensors(child, 3) for child in value)
     )
 
 
@@ -233,7 +233,7 @@ def _is_one_a_sample(value: Any, samples: int) -> bool:
     return type(value).__module__ == "numpy" and bool(getattr(value, "shape", ())[:1] == (samples,))
 
 
-_NUMBERS = int | float | complex | type(None)
+_NUMBERS = (int, float, complex, type(None))
 
 
 def _check_dense(tensor: Tensor, path: str) -> None:
