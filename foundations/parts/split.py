@@ -227,7 +227,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _is_one_a_sample(value: Any, samples: int) -> bool:
-    """As PyTorch's collate function leaves text, and a user's own dictionaries. Numbers may be for all samples."""
+    """Tell text as PyTorch's collate function leaves it, and a user's dictionaries; numbers may be for all samples."""
     if _is_flat(value):
         return len(value) == samples and not any(isinstance(child, _NUMBERS) for child in value)
     return type(value).__module__ == "numpy" and bool(getattr(value, "shape", ())[:1] == (samples,))

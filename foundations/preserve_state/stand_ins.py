@@ -9,7 +9,7 @@ stand-ins too, and nothing has to be copied that cannot be.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -286,8 +286,9 @@ def stand_in_optimizer(optimizer: torch.optim.Optimizer, replacement: Replacemen
 
 def _is_unlike(tensor: Tensor, original: Tensor) -> bool:
     """Return whether it was written behind its version number, by `.data`; none that is trained is looked at."""
-    if tensor.requires_grad or tensor.device.type == "meta" or not tensor.is_floating_point():
-        return False
+    looked_at = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.requires_grad
+    if not looked_at or tensor.device.type == "meta" or tensor.shape != original.shape:
+        return bool(tensor.shape != original.shape)
     return not torch.allclose(tensor, original.to(tensor.dtype), 0, 0, equal_nan=True)
 
 
@@ -377,6 +378,20 @@ class ScratchModel:
             if present is not twin or version_of(twin) != version or _is_unlike(present, original):
                 changed[name] = present.detach().clone()
         return changed
+
+    def disturb(self, names: Collection[str]) -> None:
+        """Write other values into the copies of these parameters and buffers, always the same ones."""
+        generator = torch.Generator().manual_seed(0)
+        for name, original in self._named:
+            twin = self._copies[id(original)][1]
+            if name in names and twin.data_ptr() != original.data_ptr():
+                noise = torch.randn(twin.shape, generator=generator).to(twin.device, twin.dtype)
+                twin.data += noise * (float(twin.abs().mean()) or 1.0)
+
+    def value_of(self, name: str) -> Tensor:
+        """The copy of a parameter or buffer, as it is now."""
+        now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        return now.get(name, dict(self._named)[name]).detach()
 
     def numbers(self) -> dict[tuple[int, str], float]:
         """Values of modules' attributes, and of names that the step binds, where they are numbers now."""

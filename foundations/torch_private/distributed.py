@@ -90,7 +90,7 @@ def divides_by_ranks_left(model: DistributedDataParallel) -> bool:
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta:
-    """How long a group's operations on tensors of a device wait for other ranks.
+    """Time that a group's operations on tensors of a device wait for other ranks.
 
     Raises:
         PrivateNameError: this torch's groups have no such attribute.

@@ -291,7 +291,7 @@ _UNLIKE_SETTINGS = (
 
 
 def _plain(value: Any) -> Any:
-    """What is alike on ranks whose settings are: no addresses."""
+    """A setting without addresses, so that it is alike on ranks that have the same."""
     value = value.tolist() if isinstance(value, Tensor) else value
     return value if isinstance(value, int | float | str | list | None) else type(value).__name__
 

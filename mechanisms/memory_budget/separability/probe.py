@@ -79,11 +79,13 @@ class Probe:
 
     Attributes:
         failure: why a part did not run to its end; empty if all did.
+        moving: parameters and buffers that are written as they are, by chance: see :meth:`Prober._moving`.
     """
 
     full: Run
     cases: list[Case] = field(default_factory=list)
     failure: str = ""
+    moving: list[str] = field(default_factory=list)
 
     def changed_differently(self, tolerance: float) -> list[str]:
         """Parameters and buffers that are not the same after the parts as after the whole, but for rounding.
@@ -91,8 +93,7 @@ class Probe:
         Args:
             tolerance: relative; a power iteration, of spectral norm for one, changes little when it has converged.
         """
-        # what is written may be alike only now: a teacher that is its student, a power iteration that has converged
-        changed = [name for name, one in self.full.changed.items() if one.is_floating_point() and one.numel()]
+        changed = list(self.moving)
         for case in self.cases:
             after: dict[str, Tensor] = {}
             for run in case.runs:
@@ -167,7 +168,29 @@ class Prober:
                     return probe
                 start += size
             probe.cases.append(case)
+        probe.moving = self._moving(batch, probe)
         return probe
+
+    def _moving(self, batch: Any, probe: Probe) -> list[str]:
+        """Find what was written with the value that it had, and would go on from part to part with another one.
+
+        Such as a teacher that is its student so far, or a power iteration that has converged.
+        """
+        names = [name for name, one in probe.full.changed.items() if one.is_floating_point() and one.numel()]
+        self._scratch.restart()
+        before = {name: self._scratch.value_of(name).clone() for name in names}
+        still = [name for name in names if _alike(before[name], probe.full.changed[name], 1e-5)]
+        ends: list[dict[str, Tensor]] = []
+        for pieces in ([batch], probe.cases[0].parts) if still else ():
+            self._scratch.restart()
+            self._scratch.disturb(still)
+            try:
+                for piece in pieces:
+                    self._run(piece, range(samples_in(piece, self._split)))
+            except Exception:  # whatever a step says to other values than its own
+                return still
+            ends.append({name: self._scratch.value_of(name).clone() for name in still})
+        return [name for name in still if not _alike(ends[0][name], ends[1][name], 1e-4)]
 
     def recorded(self, batch: Any) -> Any:
         """Output of one run, of which only the operations matter."""
