@@ -222,7 +222,8 @@ class Prober:
         finally:
             self._factor = 1.0
         tolerance = _ROUNDINGS * self.epsilon
-        return [name for name, one in full.gradients.items() if not _alike(_GROWN * one, grown[name], tolerance)]
+        there = ((name, one, grown.get(name)) for name, one in full.gradients.items())
+        return [name for name, one, larger in there if larger is None or not _alike(_GROWN * one, larger, tolerance)]
 
     def _run(self, batch: Any, names: Sequence[int]) -> Run:
         before = self._scratch.numbers()
