@@ -73,6 +73,8 @@ class ScanSequential(nn.Sequential):
     @classmethod
     def of(cls, model: nn.Sequential, levels: int | None = 2) -> ScanSequential:
         """The same layers, shared with ``model``, under the same names."""
+        if type(model).forward not in (nn.Sequential.forward, cls.forward):
+            raise TypeError(f"ScanSequential.of: {type(model).__name__} has a forward of its own, which would not run")
         sequential = cls(levels=levels)
         for name, layer in _layers(model):
             sequential.add_module(name, layer)
@@ -108,11 +110,13 @@ class ScanSequential(nn.Sequential):
 
     def _jacobian(self, name: str, layer: nn.Module, inputs: Tensor) -> LayerJacobian | str:
         """Return the Jacobian of a layer at this input shape, or the reason why it runs plain."""
+        if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+            return "its input is no tensor with a dimension beside the batch"
         if _has_hooks(layer):
             return "it has hooks"
         if not inputs.is_floating_point():
             return f"its input is {inputs.dtype}"
-        key = (name, type(layer), inputs.shape[1:], inputs.device)
+        key = (name, type(layer), _settings(layer), inputs.shape[1:], inputs.device)
         jacobian = self._jacobians.get(key)
         if jacobian is None or not jacobian.still_fits(layer):
             try:
@@ -125,8 +129,8 @@ class ScanSequential(nn.Sequential):
 
     def _close(self, segment: _Segment) -> Tensor:
         """The segment's output, with a gradient that comes from one scan."""
-        wanted = segment.wanted()
-        if not segment.layers or not wanted:
+        wanted = segment.wanted() if segment.layers else []
+        if not wanted:
             return segment.outputs[-1]
         self._report.scans += 1
         first = wanted[0]
@@ -231,6 +235,15 @@ def _leaves(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Mo
             yield from _leaves(layer, f"{prefix}{name}.")
         else:
             yield prefix + name, layer
+
+
+def _settings(layer: nn.Module) -> tuple[tuple[str, str], ...]:
+    """All that a layer is told beside its weights: another layer may take its place, or be told something else."""
+    plain = {name: one for name, one in vars(layer).items() if name != "training" and not name.startswith("_")}
+    return tuple((name, repr(one)) for name, one in plain.items() if isinstance(one, _SETTINGS))
+
+
+_SETTINGS = (bool, int, float, str, tuple, type(None))
 
 
 def _has_hooks(layer: nn.Module) -> bool:

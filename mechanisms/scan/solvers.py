@@ -70,11 +70,10 @@ def _linear(maps: Tensor, offsets: Tensor, first: Tensor) -> Tensor:
     """Compute what reaches each element, one after another: ``[n, B, S]``."""
     if maps.shape[0] == 0:
         return offsets
-    reaching = torch.empty_like(offsets)
-    reaching[0] = first
+    reaching = [first]
     for s in range(1, maps.shape[0]):
-        reaching[s] = apply(maps[s - 1], reaching[s - 1], offsets[s - 1])
-    return reaching
+        reaching.append(apply(maps[s - 1], reaching[-1], offsets[s - 1]))
+    return torch.stack(reaching)
 
 
 # Two levels: the products of all chunks side by side, then one vector a chunk, then all steps side by side.

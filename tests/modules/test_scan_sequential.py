@@ -198,3 +198,30 @@ def test_autocast_and_low_precision_stay_close(dtype: torch.dtype) -> None:
     for one, other in zip(scanned, wanted, strict=True):
         assert one.dtype is other.dtype
         assert (one - other).norm() <= (1e-5 if dtype is torch.float32 else 0.05) * other.norm()
+
+
+def test_a_layer_that_takes_anothers_place_has_its_own_jacobian() -> None:
+    chain, x = (
+        nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(3, 1, 1), nn.Flatten(0), nn.Sigmoid()),
+        torch.randn(2, 2, 5, 5),
+    )
+    scan = ScanSequential.of(chain)
+    for layer in (chain[0], nn.Conv2d(2, 2, 3, padding=2, dilation=2)):
+        chain[0] = scan[0] = layer
+        gradients = []
+        for net in (chain, scan):
+            inputs = x.clone().requires_grad_()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NoEffectWarning)  # of the last two, which run plain
+                net(inputs).sum().backward()
+            gradients.append(inputs.grad)
+        assert torch.allclose(*gradients, atol=1e-6)
+
+
+def test_a_forward_of_its_own_is_refused() -> None:
+    class Residual(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + super().forward(x)
+
+    with pytest.raises(TypeError, match="Residual has a forward of its own"):
+        ScanSequential.of(Residual(nn.Linear(2, 2)))
