@@ -37,6 +37,7 @@ from retime.foundations.torch_private.engine import (
 )
 from retime.foundations.torch_private.nn_and_optim import (
     backward_hooks,
+    called_module,
     forward_hooks,
     forward_pre_hooks,
     global_backward_hooks,
@@ -112,8 +113,10 @@ class GraphedPart:
         self._open: weakref.ref[_Call] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = partial(type(self.module).forward, self.module)
-        if self.on_call is None or self.is_running or torch.compiler.is_compiling():
+        owner = None if torch.compiler.is_compiling() else called_module(self)
+        owner = self.module if owner is None else owner  # or a copy that shares attributes
+        run = partial(type(owner).forward, owner)
+        if self.on_call is None or self.is_running or torch.compiler.is_compiling() or owner is not self.module:
             return run(*args, **kwargs)
         is_inside = any(part.is_running and part.why_not is None for part in self._around)
         if is_inside or not torch.is_grad_enabled() or graph_task_id() != -1:

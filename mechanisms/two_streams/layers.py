@@ -24,7 +24,12 @@ from retime.foundations.torch_private.engine import (
     top_saved_tensors_hooks,
     will_execute,
 )
-from retime.foundations.torch_private.nn_and_optim import backward_hooks, global_backward_hooks, own_parameters
+from retime.foundations.torch_private.nn_and_optim import (
+    backward_hooks,
+    called_module,
+    global_backward_hooks,
+    own_parameters,
+)
 from retime.foundations.torch_private.tensors import base_of, post_accumulate_hooks, tensor_hooks, unsafe_view
 from retime.mechanisms.two_streams.sub_stream import SubStreamFusion
 
@@ -37,7 +42,7 @@ PADDING = "its padding is more than a number of zeros on both sides"
 TIED = "its parameters are tied to another module's"
 COMPUTED = "its weight is computed from other parameters"
 COMPILED = "it is compiled or scripted"
-REPLACED = "its forward method was replaced"
+REPLACED = "its forward or _conv_forward method was replaced"
 SEVERAL_USES = "its parameters get gradients from several places, which would add up in another order"
 GRAPH = "its gradients were differentiated themselves (create_graph=True), which uses its parameters in several places"
 HOOKS = "its parameters have hooks, which run after their gradient"
@@ -49,7 +54,13 @@ NOT_SPLIT = (
 
 
 class Kernels(Protocol):
-    """Computations of one kind of layer."""
+    """Computations of one kind of layer.
+
+    Attributes:
+        arguments: of the layer, beside tensors: those of its forward pass hold for its backward pass too.
+    """
+
+    arguments: tuple[Any, ...]
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output."""
@@ -68,6 +79,8 @@ class Kernels(Protocol):
 
 class LinearKernels:
     """``torch.nn.Linear`` on ``(N, in)``."""
+
+    arguments = ()
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
@@ -89,22 +102,18 @@ class ConvolutionKernels:
     """``torch.nn.Conv1d`` to ``Conv3d`` with zeros around the input.
 
     Args:
-        module: the layer, whose stride, padding, dilation and groups are read at each call.
+        arguments: of :func:`_arguments_of`.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def _arguments(self) -> tuple[Any, ...]:
-        module = self._module
-        return module.stride, module.padding, module.dilation, False, [0] * len(module.stride), module.groups
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.aten.convolution(x, weight, bias, *self._arguments())  # type: ignore[no-any-return]
+        return torch.ops.aten.convolution(x, weight, bias, *self.arguments)  # type: ignore[no-any-return]
 
     def _backward(self, gradient: Tensor, x: Tensor, weight: Tensor, *mask: bool) -> Any:
         sizes = [weight.shape[0]] if mask[2] else None
-        return torch.ops.aten.convolution_backward(gradient, x, weight, sizes, *self._arguments(), mask)
+        return torch.ops.aten.convolution_backward(gradient, x, weight, sizes, *self.arguments, mask)
 
     def output_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         input_gradient: Tensor = self._backward(gradient, x, weight, True, False, False)[0]
@@ -118,6 +127,17 @@ class ConvolutionKernels:
 
     def both(self, gradient: Tensor, x: Tensor, weight: Tensor, needs_weight: bool, needs_bias: bool) -> Any:
         return self._backward(gradient, x, weight, True, needs_weight, needs_bias)
+
+
+def _arguments_of(module: Any) -> tuple[Any, ...]:
+    """Return what a layer's kernels are given beside tensors, which code may set from call to call."""
+    if type(module) is nn.Linear:
+        return ()
+    return module.stride, module.padding, module.dilation, False, (0,) * len(module.stride), module.groups
+
+
+def _kernels_of(module: Any) -> Kernels:
+    return LinearKernels() if type(module) is nn.Linear else ConvolutionKernels(_arguments_of(module))
 
 
 @cache
@@ -142,7 +162,7 @@ class SplitLayer:
         self.name = name
         self.module = module
         self._around = around
-        self.kernels: Kernels = LinearKernels() if type(module) is nn.Linear else ConvolutionKernels(module)
+        self.kernels: Kernels = LinearKernels() if take is None else _kernels_of(module)
         self.take = take
         self.why_in_order: str | None = None
         """Why its weight gradient stays in the conventional order; None: it can run elsewhere."""
@@ -164,6 +184,9 @@ class SplitLayer:
         module = self.module
         if torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs)
+        owner = called_module(self)
+        if owner is not None and owner is not module:  # a copy that shares attributes, as meta-learning makes them
+            return type(owner).forward(owner, *args, **kwargs)
         if self.take is not None and torch.is_grad_enabled() and graph_task_id() == -1:
             self.on_call(self)
             apply_pending(p for p in (module.weight, module.bias) if p is not None)  # updates of forward fusion
@@ -178,6 +201,8 @@ class SplitLayer:
                 x = x.to(dtype)
             elif x.dtype is not weight.dtype:
                 return type(module).forward(module, x)
+            if self.kernels.arguments != _arguments_of(module):
+                self.kernels = _kernels_of(module)
             flat = x.dim() == 2 or type(module) is not nn.Linear
             return self._split(x, weight, bias) if flat else self._flattened(x, weight, bias)
         return type(module).forward(module, *args, **kwargs)
@@ -189,9 +214,12 @@ class SplitLayer:
         return (
             torch.is_grad_enabled()
             and type(x) is Tensor
-            and x.layout is torch.strided
+            and x.layout is module.weight.layout is torch.strided
+            and not (x.is_complex() or module.weight.is_complex())
+            and _is_plain(module)
             and x.dim() == self._dimensions(x)
             and x.numel() > 0
+            and not (x.is_leaf and x.requires_grad and torch.is_autocast_enabled(x.device.type))  # whose cast is shared
             and module.weight.requires_grad
             and type(module.weight) is nn.Parameter
             and (module.bias is None or type(module.bias) is nn.Parameter)
@@ -351,22 +379,31 @@ Take = Callable[[SplitLayer, Parameters, Callable[[], tuple[Tensor | None, Tenso
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, layer: SplitLayer) -> Tensor:
-        ctx.layer, ctx.dtype, ctx.parameters = layer, weight.dtype, (weight, bias)
+        ctx.layer, ctx.kernels, ctx.dtype, ctx.parameters = layer, layer.kernels, weight.dtype, (weight, bias)
+        ctx.set_materialize_grads(False)
         layer.begin_call()
         if x.dtype is not weight.dtype:  # under autocast
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        ctx.save_for_backward(x, weight)
+        # without a gradient of x, code may write into a linear layer's weight in between
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] or layer.kernels.arguments else None)
         return layer.kernels.forward(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer: SplitLayer = ctx.layer
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        kernels, dtype = layer.kernels, ctx.dtype
+        kernels: Kernels = ctx.kernels
+        dtype = ctx.dtype
+        if gradient is None:
+            layer.end_call()
+            return (None,) * 5
         if torch.is_grad_enabled():
             layer.why_in_order = layer.why_in_order or GRAPH
-            return *_differentiable(layer, gradient, (x, *ctx.parameters), ctx.needs_input_grad), None, None
+            return *_differentiable(kernels, gradient, (x, *ctx.parameters), ctx.needs_input_grad), None, None
+        needs_x, *needed = ctx.needs_input_grad[:3]
+        needs_weight, needs_bias = (  # frozen since the forward pass, they get none
+            needs and parameter.requires_grad for needs, parameter in zip(needed, ctx.parameters, strict=True)
+        )
 
         def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
             both = kernels.weight_gradients(gradient, x, weight, needs_weight, needs_bias)
@@ -382,7 +419,8 @@ class _Split(torch.autograd.Function):
             needed = zip(ctx.parameters, (needs_weight, needs_bias), strict=True)
             parameters: Any = tuple(parameter if needs else None for parameter, needs in needed)
             take, held_bytes = layer.take, gradient.nbytes + x.nbytes
-            if not (can_wait and take is not None and take(layer, parameters, weight_gradients, held_bytes)):
+            can_go = can_wait and take is not None and not _would_cast(x)
+            if not (can_go and take(layer, parameters, weight_gradients, held_bytes)):
                 of_weight, of_bias = weight_gradients()
             if can_wait and layer.is_new and layer.hooks(parameters) is None:
                 layer.look_for_other_uses(parameters, (of_weight, of_bias))
@@ -392,7 +430,7 @@ class _Split(torch.autograd.Function):
 
 
 def _differentiable(
-    layer: SplitLayer, gradient: Tensor, inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...]
+    kernels: Kernels, gradient: Tensor, inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """Return all three gradients for a backward pass that gets a graph itself, as under ``create_graph=True``.
 
@@ -404,7 +442,7 @@ def _differentiable(
     weight, bias = (one if one is None else one.to(x.dtype) for one in parameters)
     assert weight is not None
     wanted = [one for one, needs in zip((x, *parameters), needed, strict=False) if needs and one is not None]
-    y = layer.kernels.forward(x, weight, bias)
+    y = kernels.forward(x, weight, bias)
     gradients = iter(torch.autograd.grad(y, wanted, gradient, create_graph=True))
     return [next(gradients) if needs else None for needs in needed[:3]]
 
@@ -442,12 +480,27 @@ def _why_whole(module: Any, own: list[nn.Parameter], owners: Counter[Tensor], co
     if type(module) is not nn.Linear and type(module) not in CONVOLUTIONS:
         return KIND
     forward = vars(module).get("forward")
-    if forward is not None and not (isinstance(forward, SplitLayer) and forward.take is None):  # a copy's is no other
+    is_copy = isinstance(forward, SplitLayer) and forward.take is None
+    if (forward is not None and not is_copy) or "_conv_forward" in vars(module):
         return REPLACED
     if own_parameters(module).get("weight") is None:
         return COMPUTED
-    if type(module) in CONVOLUTIONS and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+    if not _is_plain(module):
         return PADDING
     if any(owners[p] > 1 for p in own):
         return TIED
     return None
+
+
+def _is_plain(module: Any) -> bool:
+    """Return whether torch's own code runs on a layer as it is now, with numbers of zeros around a convolution."""
+    if type(module) is nn.Linear:
+        return True
+    numbers = {type(module.stride), type(module.padding), type(module.dilation)}
+    return "_conv_forward" not in vars(module) and module.padding_mode == "zeros" and numbers == {tuple}
+
+
+def _would_cast(x: Tensor) -> bool:
+    """Return whether autocast is on, in the backward pass too, and would cast this tensor: on this thread alone."""
+    kind = x.device.type
+    return torch.is_autocast_enabled(kind) and x.dtype is not torch.get_autocast_dtype(kind)

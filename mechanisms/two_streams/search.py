@@ -111,7 +111,7 @@ class _TimedKernels:
     """A layer's kernels, of which the gradients' are timed; a weight gradient comes before its output gradient."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
+        self.kernels, self.arguments = kernels, kernels.arguments
         self.forward = kernels.forward
         self.both = kernels.both
         self.times = LayerTimes()

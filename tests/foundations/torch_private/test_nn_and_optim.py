@@ -1,5 +1,6 @@
 """Canaries of the private names of layers, optimizers, torch.compile and DDP: see ``private_canaries``."""
 
+import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizer_hooks
@@ -71,6 +72,25 @@ def test_scan_sequential_sees_forward_hooks():
     layer.register_forward_pre_hook(repr)
     assert list(nn_and_optim.forward_hooks(layer).values()) == [print]
     assert list(nn_and_optim.forward_pre_hooks(layer).values()) == [repr]
+
+
+@canary("called_module", breaks="shallow copies of layers on two streams, which would run the original's weights")
+def test_called_module() -> None:
+    owners: list[nn.Module | None] = []
+
+    class Forward:
+        def __call__(self, x: Tensor) -> Tensor:
+            owners.append(nn_and_optim.called_module(self))
+            return x
+
+    layer: Any = nn.Linear(1, 1)
+    layer.forward = Forward()
+    copied = copy.copy(layer)
+    copied(layer(torch.ones(1)))
+    layer.register_forward_hook(lambda *_: None)
+    layer(torch.ones(1))
+    layer.forward(torch.ones(1))
+    assert owners == [layer, copied, layer, None]
 
 
 @canary("own_parameters", breaks="out-of-order weight gradients' stand-ins")

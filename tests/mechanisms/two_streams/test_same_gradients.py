@@ -170,7 +170,7 @@ ALL_BESIDE = {
     "retained graph": (twice, LAYERS * (2 * STEPS - 1)),
     "two losses of one graph": (two_losses, LAYERS * (2 * STEPS - 1)),
     "evaluation": (evaluated, LAYERS * (STEPS - 1)),
-    "anomaly mode": (in_anomaly_mode, LAYERS * (STEPS - 1)),
+    "anomaly mode": (in_anomaly_mode, 0),
     "scaler": (scaled, LAYERS * (STEPS - 1)),
     "a layer that thaws": (frozen_and_thawed, (LAYERS - 1) * (STEPS - 1) + STEPS - 3),
     "weights written between steps": (weights_written_between, LAYERS * (STEPS - 1)),
@@ -190,7 +190,158 @@ def test_few_bytes_wait_where_they_are_bounded() -> None:
     assert both(max_memory=1).held_bytes <= 1 < both().held_bytes
 
 
+# What code does between a forward pass and its backward pass.
+
+
+def frozen_between(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+    loss = model(x).square().mean()
+    model[3].weight.requires_grad_(False)
+    model[0].bias.requires_grad_(False)
+    loss.backward()
+    model.requires_grad_(True)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def cast_in_the_backward_pass(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+    loss = model(x).square().mean()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def convolved_otherwise(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+    model[0].dilation, model[0].padding = ((1,), (1,)) if index % 2 else ((2,), (2,))
+    loss = model(x).square().mean()
+    model[0].dilation, model[0].padding = (1,), (0,)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def padded_otherwise(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+    model[0].padding_mode = "circular" if index % 2 else "zeros"
+    model[0].padding = "same" if index == 2 else (1,)
+    plain_step(model, optimizer, x, index)
+
+
+def a_gradient_that_does_not_come(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+    hidden = model[:4](x)
+    model[4:](Stopped.apply(hidden) if index % 2 else hidden).square().mean().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Stopped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        *(frozen_between, cast_in_the_backward_pass, convolved_otherwise, padded_otherwise),
+        a_gradient_that_does_not_come,
+    ],
+)
+def test_what_changes_between_the_passes(step: Step) -> None:
+    assert (beside(both(step)) > 0) is (step is not cast_in_the_backward_pass)
+
+
+def test_a_linear_layer_whose_weight_is_written_into_and_whose_input_needs_no_gradient() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+        loss = model(x).square().mean()
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.2, 0.2)  # type: ignore[index, union-attr, operator]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+    assert beside(both(step, make)) == 2 * (STEPS - 1)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode_finds_a_weight_gradient_that_is_no_number() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+        with torch.autograd.set_detect_anomaly(index == STEPS - 1):
+            plain_step(model, optimizer, torch.full_like(x, torch.inf) if index == STEPS - 1 else x, index)
+
+    with pytest.raises(RuntimeError, match="returned nan values"):
+        Trained(step, lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 2)), {"threads": (N, N)})
+
+
+@pytest.mark.filterwarnings("ignore:two streams have no effect")
+def test_an_input_whose_cast_is_shared() -> None:
+    kept: list[Tensor | None] = []
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+        x = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            one, two, three = model
+            (one(x) + two(x) * three(x)).square().mean().backward()
+        kept.append(x.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3))
+
+    both(step, make)
+    assert all(map(torch.equal, kept[:STEPS], kept[STEPS:]))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:two streams have no effect")
+def test_shallow_copies_run_their_own_weights() -> None:
+    def clone(module: nn.Module) -> nn.Module:
+        """Copy it as meta-learning does: attributes are shared, weights are computed from the original's."""
+        copied: Any = type(module).__new__(type(module))
+        copied.__dict__ = module.__dict__.copy()
+        copied._parameters = {name: one * 1.5 for name, one in module.named_parameters(recurse=False)}
+        copied._modules = {name: clone(one) for name, one in module.named_children()}
+        return copied  # type: ignore[no-any-return]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+        (model(x).square().mean() + clone(model)(x).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert both(step).in_order == {
+        "its parameters get gradients from several places, which would add up in another order": LAYERS
+    }
+
+
 # Layers that stay in order.
+
+
+@pytest.mark.filterwarnings("ignore:two streams have no effect")
+@pytest.mark.parametrize("kind", ["complex", "replaced convolution"])
+def test_layers_with_other_kernels(kind: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        if kind == "complex":
+            return nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 2, dtype=torch.complex64))
+        model: Any = nn.Sequential(nn.Conv1d(3, 3, 1))
+        run = model[0]._conv_forward
+        model[0]._conv_forward = lambda x, weight, bias: run(x, weight - weight.mean(), bias)
+        return model  # type: ignore[no-any-return]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+        model(x.to(torch.complex64) if kind == "complex" else x).abs().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert beside(both(step, make)) == 0
 
 
 def double_backward(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
