@@ -88,6 +88,7 @@ forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attribute(
 )
 """What ``register_forward_hook`` put on a module."""
 
+
 def called_module(forward: object) -> nn.Module | None:
     """The module whose call runs this object, its ``forward`` attribute; asked inside of the object's ``__call__``.
 

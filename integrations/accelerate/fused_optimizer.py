@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
+from retime.foundations.lazy_updates import parameters_of
 from retime.foundations.patching import layered_methods
 from retime.integrations.accelerate.accelerate_private import renew_captured_steps
 from retime.integrations.accelerate.prepared import (
     ONE_PROCESS_OR_DDP,
     note_gone,
     note_there,
+    prepared_for_ranks,
     prepared_optimizer,
     refuse_beside,
 )
@@ -34,8 +37,9 @@ class FusedOptimizer:
         clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
 
     Raises:
-        ValueError: fp16's GradScaler in backward mode, FSDP, DeepSpeed and other engines that own the optimizer, and
-            all that :func:`retime.fuse_optimizer` refuses.
+        ValueError: in backward mode fp16's GradScaler, a memory budget beside it, and with several processes another
+            model than ``prepare`` wrapped; FSDP, DeepSpeed and other engines that own the optimizer, and all that
+            :func:`retime.fuse_optimizer` refuses.
     """
 
     @checked
@@ -60,6 +64,8 @@ class FusedOptimizer:
                 "mixed_precision='fp16' scales gradients, and its GradScaler has to see all of them before the first "
                 "update: use mode='forward', or mixed_precision='bf16'"
             )
+        if self.mode == "backward" and accelerator.num_processes > 1:
+            prepared_for_ranks(accelerator, model, type(self).__name__)
         self._clipping = ExitStack()
         self._optimizer = prepared_optimizer(optimizer, type(self).__name__)
         self._mechanism = Mechanism.fusion(self.mode)
@@ -69,9 +75,23 @@ class FusedOptimizer:
         )
         if isinstance(self._fusion, BackwardFusion):
             self._fusion.only_when(lambda: bool(accelerator.sync_gradients))
-            self._clipping.enter_context(layered_methods(accelerator, clip_grad_norm_=_refuse_norm_clipping))
+            self._clipping.enter_context(self._refuse_norm_clipping(accelerator))
         renew_captured_steps(self._optimizer)
         note_there(self._optimizer, self._mechanism)
+
+    def _refuse_norm_clipping(self, accelerator: Accelerator) -> AbstractContextManager[None]:
+        plain = accelerator.clip_grad_norm_
+
+        def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            if not set(parameters_of(self._optimizer.optimizer)).isdisjoint(given):
+                raise RuntimeError(
+                    "backward fusion cannot clip by global norm: updates run before all gradients exist. Use "
+                    "mode='forward', or clip_value=... with mode='backward'"
+                )
+            return plain(given, *args, **kwargs)
+
+        return layered_methods(accelerator, clip_grad_norm_=clip_grad_norm_)
 
     def flush(self) -> None:
         """Forward mode: run all pending updates now, before reads through an alias of a parameter's memory."""
@@ -93,10 +113,3 @@ class FusedOptimizer:
         note_gone(self._optimizer, self._mechanism)
         self._clipping.close()
         renew_captured_steps(self._optimizer)
-
-
-def _refuse_norm_clipping(*_: Any, **__: Any) -> Any:
-    raise RuntimeError(
-        "backward fusion cannot clip by global norm: updates run before all gradients exist. Use "
-        "mode='forward', or clip_value=... with mode='backward'"
-    )

@@ -21,6 +21,7 @@ from retime.integrations.accelerate.prepared import (
     ONE_PROCESS_OR_DDP,
     note_gone,
     note_there,
+    prepared_for_ranks,
     prepared_optimizer,
     refuse_beside,
 )
@@ -84,7 +85,8 @@ class MemoryBudget:
             ``loss_weight``, ``on_shape_change``, ``dry_run``, ``plan``, ``say``.
 
     Raises:
-        ValueError: an engine other than DistributedDataParallel, or a budget that cannot be read.
+        ValueError: an engine other than DistributedDataParallel, backward fusion beside it, or a budget that cannot be
+            read.
     """
 
     @checked
@@ -101,11 +103,8 @@ class MemoryBudget:
             raise ValueError(
                 f"MemoryBudget runs on one device or under DistributedDataParallel, got {accelerator.distributed_type}"
             )
-        if accelerator.num_processes > 1 and not isinstance(model, DistributedDataParallel):
-            raise TypeError(
-                "with several processes MemoryBudget takes the model that accelerator.prepare(...) returned, got "
-                f"{type(model).__name__}"
-            )
+        if accelerator.num_processes > 1:
+            prepared_for_ranks(accelerator, model, type(self).__name__)
         self._prepared = prepared = prepared_optimizer(optimizer, type(self).__name__)
         refuse_beside(prepared, Mechanism.MEMORY_BUDGET)
         check_host_text(host)

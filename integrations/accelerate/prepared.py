@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.foundations.compatibility import Mechanism, refuse
+from retime.foundations.compatibility import Mechanism, refuse, why_aside
+from retime.foundations.lazy_updates import is_compiled
 
 ONE_PROCESS_OR_DDP = {DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU}
 """Engines that leave gradients, and the optimizer's step, where the mechanisms can reach them."""
@@ -36,12 +37,15 @@ def prepared_for_ranks(accelerator: Accelerator, model: nn.Module, name: str) ->
     """The model, if ``prepare`` has wrapped it for several processes.
 
     Raises:
-        ValueError: it is not wrapped, or by another engine.
+        ValueError: it is not wrapped, or by another engine, or compiled behind that.
     """
     if not isinstance(model, DistributedDataParallel):
+        compiled = ": compile it before prepare(), and leave out Accelerate's own torch.compile"
         raise ValueError(
             f"{name} needs the DistributedDataParallel model that accelerator.prepare() makes with two processes or "
             f"more, got {type(model).__name__} ({accelerator.distributed_type}, {accelerator.num_processes} processes)"
+            + compiled
+            * is_compiled(model)
         )
     return model
 
@@ -55,7 +59,11 @@ def refuse_beside(optimizer: AcceleratedOptimizer, wanted: Mechanism, *, once: b
     Raises:
         ValueError: with what to do.
     """
-    refuse(wanted, (there for there in _there(optimizer) if once or there is not wanted))
+    there = [one for one in _there(optimizer) if once or one is not wanted]
+    refuse(wanted, there)
+    aside = why_aside(wanted, there)
+    if aside is not None:  # a strategy would warn and run the plain way
+        raise ValueError(f"{aside}, which is FusedOptimizer(..., mode='forward') here")
 
 
 def note_there(optimizer: AcceleratedOptimizer, mechanism: Mechanism) -> None:
@@ -70,5 +78,5 @@ def note_gone(optimizer: AcceleratedOptimizer, mechanism: Mechanism) -> None:
 
 
 def _there(optimizer: AcceleratedOptimizer) -> list[Mechanism]:
-    there: list[Mechanism] = optimizer.__dict__.setdefault("_retime_mechanisms", [])
+    there: list[Mechanism] = optimizer.optimizer.__dict__.setdefault("_retime_mechanisms", [])  # may be wrapped anew
     return there

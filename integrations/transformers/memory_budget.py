@@ -43,12 +43,13 @@ class MemoryBudget(DuringTraining[BudgetReports]):
             the percentage.
         host: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None chooses by device.
         options: as for :class:`retime.mechanisms.memory_budget.BudgetedStep`: ``on_shape_change``, ``dry_run``,
-            ``plan``, ``say``, ``split``. ``dry_run`` is ``"off"`` if the trainer's class overrides ``compute_loss``,
-            which may count and log: then it is called once a batch. ``"auto"`` plans better.
+            ``plan``, ``say``, ``split``. ``dry_run`` is ``"off"`` if the trainer's class overrides ``compute_loss``
+            or it was given a ``compute_loss_func``, which may count and log: then it is called once a batch. ``"auto"``
+            plans better.
 
     Raises:
         ValueError: a budget that cannot be read; DeepSpeed, FSDP and DataParallel; backward fusion beside it; several
-            processes and an overridden ``compute_loss``, unless ``dry_run="auto"`` is given.
+            processes and a ``compute_loss`` of one's own, unless ``dry_run="auto"`` is given.
         BudgetError: from ``train()``, before the first step of a shape: offloading alone does not keep the budget.
             With ``dry_run="off"`` it comes with the second step, since plans follow from the first one.
             ``auto_find_batch_size`` treats it as out of memory.
@@ -63,7 +64,7 @@ class MemoryBudget(DuringTraining[BudgetReports]):
         BudgetOptions(**options)  # what is wrong with them shows here
         self._budget, self._host, self._options = budget, host, options
         self._plans: dict[str, Any] = {}
-        self._batches = 0
+        self._batches = self._first_step = 0
         super().__init__(trainer, Mechanism.MEMORY_BUDGET, BudgetReports())
 
     def save_plan(self, path: str | os.PathLike[str]) -> None:
@@ -77,15 +78,17 @@ class MemoryBudget(DuringTraining[BudgetReports]):
         self._made.save_plan(path)
 
     def _has_own_loss(self) -> bool:
-        return type(self._trainer).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(self._trainer)
+        trainer = self._trainer
+        is_own = type(trainer).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(trainer)
+        return is_own or trainer.compute_loss_func is not None
 
     def _check(self) -> None:
         processes = self._trainer.accelerator.num_processes
         if processes > 1 and self._has_own_loss() and self._options.get("dry_run") != "auto":
             raise ValueError(
                 f"with {processes} processes plans are made by dry runs, which call compute_loss more often than "
-                f"training does, and {type(self._trainer).__name__} has one of its own, which may count or log: give "
-                "dry_run='auto' if it does neither"
+                f"training does, and {type(self._trainer).__name__} has one of its own (or a "
+                "compute_loss_func), which may count or log: give dry_run='auto' if it does neither"
             )
 
     def _make(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Budget:
@@ -93,7 +96,7 @@ class MemoryBudget(DuringTraining[BudgetReports]):
         options = {"dry_run": "off" if self._has_own_loss() else "auto", **self._options}
         budget = Budget(accelerator, model, optimizer, self._budget, self._host, **options)
         budget.load_state_dict(self._plans)
-        self._batches = 0
+        self._batches, self._first_step = 0, trainer.state.global_step
         plain = trainer.compute_loss
 
         def compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +122,7 @@ class MemoryBudget(DuringTraining[BudgetReports]):
     def _ended(self, method: Removable) -> None:
         assert isinstance(method, Budget)
         self._plans = method.state_dict()
-        if self._trainer.state.global_step and not self._batches:
+        if self._trainer.state.global_step > self._first_step and not self._batches:
             warn_no_effect(
                 f"MemoryBudget had no effect: the training_step of {type(self._trainer).__name__} did not call "
                 "compute_loss, which is the call that runs within a budget"

@@ -150,7 +150,7 @@ class FusedParameter:
         on_gradient: called with this and the parameter behind each gradient that was added to ``.grad``.
     """
 
-    __slots__ = ("fired", "guard", "handle", "live_bytes", "parameter", "unfused", "used", "uses", "version")
+    __slots__ = ("fired", "guard", "handle", "live_bytes", "parameter", "unfused", "updated", "used", "uses")
 
     def __init__(self, parameter: Tensor, uses: int, on_gradient: Callable[[FusedParameter, Tensor], None]) -> None:
         self.parameter = parameter
@@ -159,8 +159,8 @@ class FusedParameter:
         self.fired = 0
         self.used = False
         """Whether this step's gradient has been used up."""
-        self.version = 0
-        """Autograd's count of in-place changes of the parameter, right after the update."""
+        self.updated = 0, 0
+        """What :meth:`writes` was right after the update."""
         self.live_bytes = 0
         """Bytes of its gradient, as far as the hook can see."""
         self.unfused = False
@@ -168,6 +168,10 @@ class FusedParameter:
         self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             functools.partial(on_gradient, self)
         )
+
+    def writes(self) -> tuple[int, int]:
+        """Return autograd's count of in-place changes of the parameter, and where its memory is (``.data =``)."""
+        return version_of(self.parameter), self.parameter.data_ptr()
 
     def put_guard(self) -> None:
         """Make every read of ``.grad`` raise."""
@@ -233,7 +237,7 @@ def refuse_changes(used: list[FusedParameter]) -> None:
             "a gradient was cleared or replaced between backward() and optimizer.step(), but backward fusion has "
             "updated its parameter already: use mode='forward'"
         )
-    if any(version_of(followed.parameter) != followed.version for followed in used):
+    if any(followed.writes() != followed.updated for followed in used):
         raise RuntimeError(
             "a parameter was changed in place between backward() and optimizer.step(), but backward fusion has "
             "updated it already: change it before backward() or after step(), or use mode='forward'"
@@ -439,7 +443,7 @@ class BackwardFusion:
         self._live_bytes -= size
         for followed in bucket:
             followed.live_bytes, followed.used = 0, True
-            followed.version = version_of(followed.parameter)
+            followed.updated = followed.writes()
             if self._guard_at_once:
                 followed.put_guard()
             else:

@@ -20,7 +20,6 @@ from retime.foundations.ddp import Reducer, at_end_of_backward, comm_hook_of, sp
 from retime.foundations.lazy_updates import PartialOptimizer, aliased
 from retime.foundations.torch_private.distributed import GradBucket
 from retime.foundations.torch_private.engine import graph_task_id
-from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, FusedParameter
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -202,7 +201,7 @@ class DataParallelFusion(BackwardFusion):
                     followed.parameter.grad = gradient_of_rank
             for followed, _ in ready:
                 followed.used = True
-                followed.version = version_of(followed.parameter)
+                followed.updated = followed.writes()
             self._note_bucket(len(ready), sum(gradient.nbytes for _, gradient in ready))
 
     def abandon_step(self) -> None:

@@ -30,7 +30,6 @@ from torch.utils.hooks import RemovableHandle
 
 from retime.foundations.lazy_updates import PartialOptimizer
 from retime.foundations.streams import SideStream, has_streams
-from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.fusion import BackwardFusion, FusedParameter, fusion_blockers, refuse_more_gradients
 
 Compute = Callable[[], Sequence[Tensor | None]]
@@ -342,7 +341,7 @@ class SubStreamFusion(BackwardFusion):
         assert window is not None
         self._step(window, [one.parameter for one in taken])
         for one in taken:
-            one.version = version_of(one.parameter)
+            one.updated = one.writes()
             if self._guard_at_once:
                 one.put_guard()
             else:

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from retime import NoEffectWarning
 from retime.foundations.compatibility import Mechanism
 from retime.integrations import accelerate as face
-from retime.integrations.accelerate import FusedOptimizer, MemoryBudget, OutOfOrderDataParallel
+from retime.integrations.accelerate import CPUAccumulate, FusedOptimizer, MemoryBudget, OutOfOrderDataParallel
 from retime.integrations.accelerate.state_file import StateFile
 from retime.mechanisms.memory_budget.report import PlannedShape
 from support.fusion import batches, network
@@ -129,11 +129,27 @@ def test_mechanisms_that_own_the_same_are_refused() -> None:
     budget = MemoryBudget(accelerator, model, optimizer, "1GiB")
     fused.remove()
     fused.remove()
-    FusedOptimizer(accelerator, model, optimizer, "backward").remove()
-    optimizer._retime_mechanisms.append(Mechanism.OUT_OF_ORDER)  # one process has none
+    again = accelerator.prepare_optimizer(optimizer.optimizer)
+    with pytest.raises(ValueError, match=r"which is FusedOptimizer\(\.\.\., mode='forward'\) here"):
+        FusedOptimizer(accelerator, model, again, "backward")
+    budget.remove()
+    fused = FusedOptimizer(accelerator, model, optimizer, "backward")
+    with pytest.raises(ValueError, match=r"which is FusedOptimizer\(\.\.\., mode='forward'\) here"):
+        MemoryBudget(accelerator, model, optimizer, "1GiB")
+    fused.remove()
+    optimizer.optimizer._retime_mechanisms.append(Mechanism.OUT_OF_ORDER)  # one process has none
     with pytest.raises(ValueError, match="weight gradients that wait keep activations"):
         MemoryBudget(accelerator, model, optimizer, "1GiB")
-    budget.remove()
+
+
+def test_a_data_parallel_model_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, optimizer, _, _ = prepared()
+    compiled = torch.compile(model, backend="eager")
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    for make in (FusedOptimizer, MemoryBudget, lambda *arguments: CPUAccumulate(*arguments[:2])):
+        with pytest.raises(ValueError, match=r"got OptimizedModule .* compile it before prepare\(\)"):
+            make(accelerator, compiled, optimizer)
+    FusedOptimizer(accelerator, model, optimizer, "forward").remove()
 
 
 def test_bad_input() -> None:
@@ -158,6 +174,17 @@ def test_removing_one_of_two_fusions_leaves_the_others_guard() -> None:
         accelerator.clip_grad_norm_(other.parameters(), 1.0)
     fusions[1].remove()
     accelerator.clip_grad_norm_(other.parameters(), 1.0)
+
+
+def test_clipping_what_is_not_fused() -> None:
+    accelerator, model, optimizer, *_ = prepared()
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    fusion = FusedOptimizer(accelerator, model, optimizer)
+    assert accelerator.clip_grad_norm_(iter(other.parameters()), 1.0) > 1
+    assert other.bias.grad is not None
+    assert other.bias.grad[0] < 1
+    fusion.remove()
 
 
 def test_the_face_shows_the_objects_and_nothing_else() -> None:

@@ -393,6 +393,30 @@ def test_a_loss_of_ones_own_is_called_once_a_batch(tmp_path: Path) -> None:
     assert one.report()[0].steps == 14
 
 
+def test_a_function_for_the_loss_is_called_once_a_batch(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def growing(outputs: Any, labels: Tensor, **_: Any) -> Tensor:
+        calls.append(1)
+        loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+        return loss * min(1, len(calls) / 8)
+
+    plain, ours = (trainer(tmp_path, compute_loss_func=growing) for _ in range(2))
+    left = fit(plain)
+    count = len(calls)
+    calls.clear()
+    MemoryBudget(ours, "1GiB", say=str)
+    assert_same(left, fit(ours))
+    assert len(calls) == count
+
+
+def test_resuming_what_has_ended(tmp_path: Path) -> None:
+    ours = trainer(tmp_path, save_strategy="epoch")
+    ours.train()
+    MemoryBudget(ours, "1GiB", say=str)
+    ours.train(resume_from_checkpoint=True)  # a NoEffectWarning would be an error
+
+
 def test_batches_without_a_length(tmp_path: Path) -> None:
     """The Trainer cannot know then which window is the last one."""
 
