@@ -2,6 +2,8 @@
 
 from typing import Annotated, Any
 
+from torch import nn
+
 from retime.foundations.arguments import AtLeast, AtMost, checked
 from retime.mechanisms.scan import Solver
 from retime.modules.recurrent import ScanRecurrent
@@ -11,7 +13,7 @@ Share = Annotated[float, AtLeast(0), AtMost(1)]
 MODES = {"tanh": "RNN_TANH", "relu": "RNN_RELU"}
 
 
-class ScanRNN(ScanRecurrent):
+class ScanRNN(ScanRecurrent, nn.RNN):
     """`torch.nn.RNN` (Elman, tanh or ReLU) whose backward pass through time is a parallel scan (Wang et al. 2020).
 
     Takes torch.nn.RNN's arguments, inputs and state_dict. Its own argument:
@@ -49,7 +51,7 @@ class ScanRNN(ScanRecurrent):
         self.nonlinearity = nonlinearity
 
 
-class ScanGRU(ScanRecurrent):
+class ScanGRU(ScanRecurrent, nn.GRU):
     """`torch.nn.GRU` whose backward pass through time is a parallel scan (Wang et al. 2020, section 4.2, appendix E).
 
     Takes torch.nn.GRU's arguments, inputs and state_dict. Its own argument:
@@ -83,7 +85,7 @@ class ScanGRU(ScanRecurrent):
         super().__init__("GRU", *sizes, device=device, dtype=dtype, solver=solver)
 
 
-class ScanLSTM(ScanRecurrent):
+class ScanLSTM(ScanRecurrent, nn.LSTM):
     """`torch.nn.LSTM` whose backward pass through time is a parallel scan over the pair (h, c), 2 H numbers a step.
 
     Takes torch.nn.LSTM's arguments, inputs and state_dict, without projections. Its own argument:

@@ -23,7 +23,8 @@ from retime.modules.inputs import Sequences, check_hidden, check_hidden_dtype, u
 PLAIN_FORWARD: dict[str, Any] = {
     "RNN_TANH": nn.RNN.forward,
     "RNN_RELU": nn.RNN.forward,
-    "GRU": nn.GRU.forward,  # nn.LSTM's needs more of its class than nn.RNNBase has
+    "GRU": nn.GRU.forward,
+    "LSTM": nn.LSTM.forward,
 }
 MOST_LAYERS = 10_000
 """More would take minutes to make and deeper calls than Python has; such a number is a mistake."""
@@ -46,7 +47,7 @@ class ScanRecurrent(nn.RNNBase):
         check_solver(solver)
         if sizes[2] > MOST_LAYERS:
             raise ValueError(f"num_layers={sizes[2]}: give {MOST_LAYERS} at most; torch.nn would go on making weights")
-        super().__init__(mode, *sizes, **options)
+        nn.RNNBase.__init__(self, mode, *sizes, **options)
         self.solver = solver
 
     def forward(self, input: Any, hx: Any = None) -> Any:
@@ -61,7 +62,8 @@ class ScanRecurrent(nn.RNNBase):
             RuntimeError: a shape that does not fit, as torch.nn reports it.
             ValueError: an input of another number of dimensions or another dtype than the weights.
         """
-        if torch.compiler.is_compiling() or not (hx is None or type(hx) is Tensor) or not self._is_plain(input):
+        plain_hx = hx is None or type(hx) is (tuple if self.mode == "LSTM" else Tensor)
+        if torch.compiler.is_compiling() or not plain_hx or not self._is_plain(input):
             return self._scan(input, hx)
         return PLAIN_FORWARD[self.mode](self, input, hx)
 
@@ -70,7 +72,7 @@ class ScanRecurrent(nn.RNNBase):
 
         On CUDA it would not: the weights lie in a block a layer (`flatten_parameters`).
         """
-        if self.mode not in PLAIN_FORWARD or type(input) is not Tensor or not input.is_cpu or input.dim() != 3:
+        if type(input) is not Tensor or not input.is_cpu or input.dim() != 3:
             return False
         if not torch.is_grad_enabled():
             return True

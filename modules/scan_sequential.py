@@ -18,6 +18,9 @@ from retime.foundations.messages import Report, warn_no_effect
 from retime.foundations.torch_private.nn_and_optim import backward_hooks, forward_hooks, forward_pre_hooks
 from retime.mechanisms.scan import JacobianScan, LayerJacobian, UnknownJacobian, jacobian_of
 
+MOST_JACOBIANS = 1_000
+"""Patterns that a model keeps, one a layer and shape."""
+
 
 @dataclass
 class ScanReport(Report):
@@ -72,9 +75,15 @@ class ScanSequential(nn.Sequential):
 
     @classmethod
     def of(cls, model: nn.Sequential, levels: int | None = 2) -> ScanSequential:
-        """The same layers, shared with ``model``, under the same names."""
+        """The same layers, shared with ``model``, under the same names.
+
+        Raises:
+            TypeError: ``model`` has a ``forward`` of its own, or hooks.
+        """
         if type(model).forward not in (nn.Sequential.forward, cls.forward):
             raise TypeError(f"ScanSequential.of: {type(model).__name__} has a forward of its own, which would not run")
+        if _has_hooks(model):
+            raise TypeError("ScanSequential.of: the model has hooks, which would not run: register them on the result")
         sequential = cls(levels=levels)
         for name, layer in _layers(model):
             sequential.add_module(name, layer)
@@ -106,7 +115,8 @@ class ScanSequential(nn.Sequential):
         return self._report
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_jacobians": {}, "_scans": {}}
+        state = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_jacobians": {}, "_scans": {}}
 
     def _jacobian(self, name: str, layer: nn.Module, inputs: Tensor) -> LayerJacobian | str:
         """Return the Jacobian of a layer at this input shape, or the reason why it runs plain."""
@@ -123,6 +133,8 @@ class ScanSequential(nn.Sequential):
                 jacobian = jacobian_of(layer, inputs.shape[1:], inputs.device)
             except UnknownJacobian as reason:
                 return str(reason)
+            if len(self._jacobians) >= MOST_JACOBIANS:  # inputs of ever new shapes
+                self._jacobians.clear()
             self._jacobians[key] = jacobian
             self._scans.clear()
         return jacobian

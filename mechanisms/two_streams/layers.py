@@ -419,8 +419,8 @@ class _Split(torch.autograd.Function):
             needed = zip(ctx.parameters, (needs_weight, needs_bias), strict=True)
             parameters: Any = tuple(parameter if needs else None for parameter, needs in needed)
             take, held_bytes = layer.take, gradient.nbytes + x.nbytes
-            can_go = can_wait and take is not None and not _would_cast(x)
-            if not (can_go and take(layer, parameters, weight_gradients, held_bytes)):
+            can_go = can_wait and not _would_cast(x)
+            if not (can_go and take is not None and take(layer, parameters, weight_gradients, held_bytes)):
                 of_weight, of_bias = weight_gradients()
             if can_wait and layer.is_new and layer.hooks(parameters) is None:
                 layer.look_for_other_uses(parameters, (of_weight, of_bias))

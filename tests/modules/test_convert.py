@@ -88,6 +88,31 @@ def test_everything_but_the_class_stays_the_same_object():
     assert not torch.equal(before, model.encoder.weight_hh_l0)
 
 
+def test_code_that_asks_for_torchs_classes_finds_them():
+    model = Tagger()
+    convert(model)
+    assert [isinstance(one, nn.GRU) for one in model.modules()] == [type(one) is ScanGRU for one in model.modules()]
+    assert isinstance(model.stack[0], nn.LSTM)
+    assert isinstance(model.decoder, nn.RNN)
+    assert isinstance(ScanLSTM(2, 3), nn.LSTM)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_short_sequences_run_as_in_torch_bit_for_bit(kind):
+    torch.manual_seed(0)
+    plain = kind(3, 4, num_layers=2, dropout=0.5, bidirectional=True, batch_first=True, dtype=torch.float64)
+    ours = copy.deepcopy(plain)
+    convert(ours)
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    first = tuple(torch.randn(4, 2, 4, dtype=torch.float64) for _ in range(2))
+    gradients = []
+    for model in (plain, ours):
+        torch.manual_seed(1)
+        model(x, first if kind is nn.LSTM else first[0])[0].square().sum().backward()
+        gradients.append([one.grad for one in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
 def test_training_is_torchs_own():
     plain, scan = Tagger(), Tagger()
     convert(scan, solver="chunk")

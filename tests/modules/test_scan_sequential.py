@@ -225,3 +225,20 @@ def test_a_forward_of_its_own_is_refused() -> None:
 
     with pytest.raises(TypeError, match="Residual has a forward of its own"):
         ScanSequential.of(Residual(nn.Linear(2, 2)))
+
+
+def test_hooks_of_the_model_are_refused() -> None:
+    model = small()
+    model.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="register them on the result"):
+        ScanSequential.of(model)
+
+
+def test_few_patterns_are_kept_for_inputs_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retime.modules.scan_sequential.MOST_JACOBIANS", 4)
+    net = ScanSequential(nn.Tanh(), nn.ReLU())
+    for width in range(1, 9):
+        x = torch.randn(2, width, requires_grad=True)
+        net(x).sum().backward()
+        assert torch.allclose(x.grad, (1 - x.tanh() ** 2) * (x > 0))  # type: ignore[arg-type]
+    assert len(net._jacobians) <= 4

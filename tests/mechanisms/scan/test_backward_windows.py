@@ -65,6 +65,16 @@ def test_double_backward_takes_all_steps_at_once() -> None:
     assert worst_error(ours, gradients([expected], case.leaves[:2])) < 1e-12
 
 
+@pytest.mark.parametrize("solver", ["sequential", "chunk", "blelloch", "truncated(1)", "truncated(2)"])
+def test_gradients_of_gradients_are_those_of_the_solver(solver: str) -> None:
+    case = make_case("GRU", 6, 2, 3)
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.autograd.grad(case.scan_of(x, solver)[0].sum(), x, create_graph=True)[0]
+
+    assert torch.autograd.gradcheck(gradient, case.x)
+
+
 def test_scratch_memory_is_that_of_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
     def largest(case: Case) -> int:
         outputs = case.scan("sequential")
