@@ -12,6 +12,11 @@ from retime.mechanisms.memory_budget.dry_run.trace import FOREVER, Operation, Tr
 from retime.schedules.budget import STAYS, Block, BlockKind, GraphTask, OffloadPlan, Phase, TaskGraph
 from retime.schedules.errors import ScheduleError
 
+BY_CHANCE = (
+    "; code that branches by random numbers (LayerDrop, stochastic depth), counters or time needs dry_run='off', which "
+    "plans from the first step of training"
+)
+
 
 @dataclass(frozen=True)
 class Size:
@@ -191,7 +196,7 @@ class Lifetimes:
         names = [operation.name for operation in operations]
         for other in (away, larger or plain):
             if [operation.name for operation in _before_update(other)] != names:
-                raise ScheduleError("the step runs other operations for another plan or sub-batch size")
+                raise ScheduleError(f"the step runs other operations for another plan or sub-batch size{BY_CHANCE}")
         self.operations = len(names)
         self.kinds = [operation.kind for operation in operations]
         pairs = [
@@ -424,13 +429,13 @@ def _same_operations(profiles: list[StepProfile]) -> None:
             if (one.name, one.layer, one.reads, one.writes) != (two.name, two.layer, two.reads, two.writes):
                 raise ScheduleError(
                     f"the step runs other operations with {other.samples} samples than with {first.samples}: operation "
-                    f"{position} is {two.name} in {two.layer}, not {one.name} in {one.layer}"
+                    f"{position} is {two.name} in {two.layer}, not {one.name} in {one.layer}{BY_CHANCE}"
                 )
         counts = len(first.trace.operations), len(other.trace.operations)
         if counts[0] != counts[1]:
             raise ScheduleError(
                 f"the step runs {counts[1]} operations with {other.samples} samples, "
-                f"but {counts[0]} with {first.samples}"
+                f"but {counts[0]} with {first.samples}{BY_CHANCE}"
             )
 
 
