@@ -60,6 +60,9 @@ class FuseOptimizer(Callback):
         _restore(strategy)  # a copy of a Trainer that was made during its fit has the original's
         strategy.optimizer_step = _FusedStep(stepping, trainer, strategy.optimizer_step)  # type: ignore[method-assign]
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._stepping.before_training_step(pl_module)
+
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         self._stepping.before_backward(loss)
 

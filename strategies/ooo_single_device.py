@@ -23,7 +23,7 @@ from retime.foundations.streams import has_streams
 from retime.mechanisms.fusion import BackwardFusion
 from retime.mechanisms.two_streams import NO_UPDATES_IN_GRAPHS, Threads, TwoStreamBackward, TwoStreamReport
 from retime.strategies.support.base import LightningOnly, SingleDevice
-from retime.strategies.support.fused_stepping import IN_A_TRAINER, FusedStepping, StepsFused
+from retime.strategies.support.fused_stepping import FusedStepping, StepsFused
 
 
 class OOOSingleDeviceStrategy(LightningOnly, StepsFused, SingleDevice):
@@ -115,7 +115,7 @@ class OOOSingleDeviceStrategy(LightningOnly, StepsFused, SingleDevice):
 
     def _make_fusion(self, optimizer: Optimizer, module: LightningModule) -> BackwardFusion:
         assert self._two_streams is not None
-        return self._two_streams.fuse(optimizer, **IN_A_TRAINER)
+        return self._two_streams.fuse(optimizer, armed=False)
 
     def teardown(self) -> None:
         self._take_off()

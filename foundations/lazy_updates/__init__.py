@@ -12,6 +12,7 @@ from retime.foundations.lazy_updates.optimizers import (
     why_not_this_zero_grad,
 )
 from retime.foundations.lazy_updates.pending import (
+    OpaqueCalls,
     PartialOptimizer,
     PendingUpdate,
     WatchedState,
@@ -33,6 +34,7 @@ from retime.foundations.lazy_updates.pending import (
 )
 
 __all__ = [
+    "OpaqueCalls",
     "PartialOptimizer",
     "PendingUpdate",
     "ReplacedMethod",

@@ -17,9 +17,10 @@ import contextlib
 import copy
 import functools
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +30,14 @@ from torch.utils.hooks import RemovableHandle
 from retime.foundations.lazy_updates.optimizers import FusedAdam, is_declared, raw_step
 from retime.foundations.messages import parse_bytes
 from retime.foundations.torch_private.engine import has_compile_mark
-from retime.foundations.torch_private.nn_and_optim import foreach_classes
+from retime.foundations.torch_private.nn_and_optim import SCRIPTED, foreach_classes
 from retime.foundations.torch_private.tensors import (
     reads_of_hooks,
     sparse_indices,
     sparse_values,
     storage_address,
     storage_use_count,
+    version_of,
     without_subclass_functions,
     without_torch_functions,
 )
@@ -72,6 +74,7 @@ class PartialOptimizer:
             for name in ("grad_scale", "found_inf"):
                 if name in window.__dict__:
                     window.__dict__[name] = _copied(window.__dict__[name])
+        self._versions = [_versions_of(group) for group in self._groups]
         self._writes_groups = is_declared(optimizer)
         self._kernels = [
             FusedAdam.of(window, self._step, group) if group.get("fused") else None for group in self._groups
@@ -115,12 +118,20 @@ class PartialOptimizer:
 
     def is_outdated(self, optimizer: Optimizer) -> bool:
         """Return whether hyper-parameters of the groups seen here were changed since."""
+        if self._versions != [_versions_of(group) for group in self._groups]:
+            return True
         for mine, group in zip(self._groups, optimizer.param_groups, strict=False):
             for key, value in mine.items():
                 now = group.get(key)
                 if now is not value and (isinstance(value, Tensor) or isinstance(now, Tensor) or now != value):
                     return True
         return False
+
+
+def _versions_of(group: dict[str, Any]) -> list[int]:
+    """Return how often tensors among hyper-parameters have been written into, as schedulers do with ``lr``."""
+    values = (one for value in group.values() for one in (value if isinstance(value, tuple) else (value,)))
+    return [version_of(one) for one in values if isinstance(one, Tensor)]
 
 
 def _copied_group(group: dict[str, Any]) -> dict[str, Any]:
@@ -409,6 +420,10 @@ class _Watching:
         with without_subclass_functions():  # the update reads what it brings up to date
             return func(*args, **kwargs)
 
+    def as_subclass(self, cls: type[Any]) -> Any:
+        _settle_arguments((self,))
+        return Tensor.as_subclass(self, cls)  # type: ignore[arg-type]
+
     def __deepcopy__(self, memo: Any) -> Any:
         with _in_plain_class(self):
             return self.__deepcopy__(memo)
@@ -433,6 +448,10 @@ def _in_plain_class(parameter: Any) -> Iterator[None]:
 
 class PendingParameter(_Watching, nn.Parameter):
     """A Parameter with a pending update; never constructed, only the class of a live parameter for a while."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """Make a plain one, for code that makes another of a parameter's ``type``."""
+        return nn.Parameter(data, requires_grad)
 
 
 class PendingTensor(_Watching, Tensor):
@@ -483,6 +502,41 @@ def unwatchable(parameters: Iterable[Tensor]) -> set[Tensor]:
     parameters = list(parameters)
     others = {p for p in parameters if type(p) not in _pending_class and type(p) not in _plain_class}
     return others | aliased(p for p in parameters if p not in others)
+
+
+class OpaqueCalls:
+    """While one of these is held, calls that no torch function sees bring their arguments up to date first.
+
+    They are those of scripted functions and methods, and ``nn.Parameter(p)``, which asks for the class of ``p``.
+    """
+
+    _held = 0
+    _plain: ClassVar[list[tuple[Any, str, Any]]] = []
+
+    def __init__(self) -> None:
+        if not OpaqueCalls._held:
+            OpaqueCalls._plain = [(one, "__call__", one.__call__) for one in SCRIPTED]
+            OpaqueCalls._plain.append((nn.Parameter, "__new__", nn.Parameter.__new__))
+            for owner, name, plain in OpaqueCalls._plain:
+                setattr(owner, name, _settling(plain))
+        OpaqueCalls._held += 1
+        self.remove = weakref.finalize(self, OpaqueCalls._let_go)
+
+    @staticmethod
+    def _let_go() -> None:
+        OpaqueCalls._held -= 1
+        if not OpaqueCalls._held:
+            for owner, name, plain in OpaqueCalls._plain:
+                setattr(owner, name, plain)
+
+
+def _settling(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _settle_arguments((args, kwargs))
+        return plain(*args, **kwargs)
+
+    return call
 
 
 def flush_before_opaque_forward(model: nn.Module) -> list[RemovableHandle]:

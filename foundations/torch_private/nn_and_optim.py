@@ -34,6 +34,7 @@ __all__ = [
     "global_forward_hooks",
     "own_parameters",
     "recurrent_kernels",
+    "SCRIPTED",
     "weight_names",
     "INIT_GROUP",
     "STEP_HOOKS",
@@ -168,6 +169,10 @@ def fused_adam_kernel(*, decoupled: bool) -> Callable[..., Any]:
     """The kernel of ``Adam(fused=True)``, or of ``AdamW(fused=True)`` where weight decay is ``decoupled``."""
     return torch._fused_adamw_ if decoupled else torch._fused_adam_
 
+
+with needed_by("forward fusion, which brings parameters up to date before TorchScript reads them,"):
+    SCRIPTED: tuple[type, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod
+"""What ``torch.jit.script`` and ``torch.jit.trace`` make of functions and of methods."""
 
 with needed_by("forward fusion, whose updates are to run by the kernels that optimizer.step() would choose,"):
     foreach_classes: list[Any] = _optimizer._foreach_supported_types

@@ -81,9 +81,8 @@ class GradientGuard(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-        guard = make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
-        )
+        dtype = dtype or (None if isinstance(like, cls) else like.grad_dtype) or like.dtype
+        guard = make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=device or like.device)
         guard.sparse_zeros = None
         guard._parameter = like._parameter if isinstance(like, cls) else weakref.ref(like)
         return guard
@@ -101,7 +100,8 @@ class GradientGuard(Tensor):
         parameter = None if self._parameter is None else self._parameter()
         if parameter is None or not isinstance(parameter.grad, GradientGuard):
             raise RuntimeError(_MESSAGE.format(reader="`zero_` of a copy"))
-        parameter.grad = torch.zeros_like(parameter) if self.sparse_zeros is None else self.sparse_zeros.clone()
+        dense = torch.zeros_like(parameter, dtype=self.dtype)
+        parameter.grad = dense if self.sparse_zeros is None else self.sparse_zeros.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradientGuard(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -295,8 +295,6 @@ class BackwardFusion:
         backward_passes: in each step; None: the first step counts them.
         armed: whether gradients are used up as they come. A bare loop leaves it on; an adapter switches it on for the
             one backward pass that belongs to a step.
-        guard_at_once: whether reads of a used-up gradient raise from that moment on. An adapter that knows all readers
-            up to the end of the step turns it off and calls :meth:`end_step`, which puts the guards then.
     """
 
     @checked
@@ -309,11 +307,9 @@ class BackwardFusion:
         side_stream: bool = False,
         backward_passes: Annotated[int, AtLeast(1)] | None = None,
         armed: bool = True,
-        guard_at_once: bool = True,
     ) -> None:
         self.armed = armed
         self.optimizer = optimizer
-        self._guard_at_once = guard_at_once
         self.backward_passes = backward_passes
         self.clip_value = clip_value
         self.bucket_bytes = check_bucket_bytes(bucket_bytes) or default_bucket_bytes(parameters_of(optimizer))
@@ -341,7 +337,6 @@ class BackwardFusion:
             "side_stream": self._side is not None,
             "backward_passes": self.backward_passes,
             "armed": self.armed,
-            "guard_at_once": self._guard_at_once,
         }
         return _fuse_again, (self.optimizer, options, self._own_step is not None, self._report)
 
@@ -444,10 +439,7 @@ class BackwardFusion:
         for followed in bucket:
             followed.live_bytes, followed.used = 0, True
             followed.updated = followed.writes()
-            if self._guard_at_once:
-                followed.put_guard()
-            else:
-                followed.parameter.grad = None
+            followed.put_guard()
         self._note_bucket(len(bucket), size)
 
     def _take_bucket(self) -> list[FusedParameter]:
@@ -493,8 +485,7 @@ class BackwardFusion:
         self._join()
         self._take_bucket()
         used = self._used()
-        if self._guard_at_once:
-            refuse_changes(used)
+        refuse_changes(used)
         if self._window is not None and used:
             refuse_new_hyper_parameters(self._window, self.optimizer)
         for followed in used:

@@ -212,9 +212,8 @@ class DataParallelFusion(BackwardFusion):
     def guard_reduced(self) -> None:
         """Have reads of used gradients raise from the end of backward to the step: clipping it would change nothing."""
         self._hidden = {followed: followed.parameter.grad for followed in self._used()}
-        if self._guard_at_once:
-            for followed in self._hidden:
-                followed.put_guard()
+        for followed in self._hidden:
+            followed.put_guard()
 
     def _show(self, used: list[FusedParameter]) -> None:
         for followed in used:

@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 
 from retime.foundations.arguments import checked
 from retime.foundations.lazy_updates import (
+    OpaqueCalls,
     PartialOptimizer,
     PendingUpdate,
     ReplacedMethod,
     WatchedState,
+    aliased,
     apply_pending,
     check_bucket_bytes,
     default_bucket_bytes,
@@ -49,11 +51,20 @@ NOTHING_CAN_WAIT = (
 
 
 class ForwardFusion:
-    """Defers the optimizer's updates to the next read; see :func:`retime.mechanisms.fusion.fuse_optimizer`."""
+    """Defers the optimizer's updates to the next read; see :func:`retime.mechanisms.fusion.fuse_optimizer`.
+
+    Args:
+        gradients_in_buckets: they may be DDP's, and :meth:`flush` is called before each backward pass.
+    """
 
     @checked
     def __init__(
-        self, optimizer: Optimizer, model: nn.Module | None = None, *, bucket_bytes: int | str | None = None
+        self,
+        optimizer: Optimizer,
+        model: nn.Module | None = None,
+        *,
+        bucket_bytes: int | str | None = None,
+        gradients_in_buckets: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.bucket_bytes = check_bucket_bytes(bucket_bytes) or default_bucket_bytes(parameters_of(optimizer))
@@ -71,6 +82,8 @@ class ForwardFusion:
         self.is_removed = False
         """Whether the optimizer has its own methods back."""
         self._handles: list[Any] = flush_before_opaque_forward(model) if model is not None else []
+        self._handles.append(OpaqueCalls())
+        self._in_buckets = gradients_in_buckets or isinstance(model, DistributedDataParallel)
         if isinstance(model, DistributedDataParallel):
             # gradients may live in DDP's buckets, which the coming backward pass overwrites
             self._handles.append(model.register_forward_hook(_FlushAfter(self)))
@@ -148,6 +161,11 @@ class ForwardFusion:
 
     def _deferrable(self, parameters: list[Tensor]) -> list[Tensor]:
         unseen = unwatchable(parameters) | self._unwatchable
+        if not self._in_buckets:  # else they share memory, and updates do not wait for the next backward pass
+            gradients = ((p, gradient_of(p)) for p in parameters)
+            dense = {p: g for p, g in gradients if g is not None and g.layout is torch.strided}
+            shared = aliased(dense.values())
+            unseen |= {p for p, gradient in dense.items() if gradient in shared}
         # a parameter of another model has readers that nobody examined
         return [p for p in parameters if p not in unseen and (self._model is None or p in self._layer)]
 
@@ -193,9 +211,9 @@ class ForwardFusion:
     def flush(self) -> None:
         """Run every update that is still pending, now.
 
-        Needed only before reads that bypass Python: ``torch.func`` transforms of the parameters, DLPack, TorchScript
-        made after the fusion, replaying a CUDA graph, the state of one parameter (``optimizer.state[p]``) that was kept
-        from before the step.
+        Needed only before reads that bypass Python: ``torch.func`` transforms of the parameters, DLPack, copies by
+        ``torch.tensor``, ``torch.asarray``, ``torch.as_tensor(p, dtype=...)``, ``new`` and ``new_tensor``, replaying a
+        CUDA graph, the state of one parameter (``optimizer.state[p]``) that was kept from before the step.
         """
         for update in list(self._pending):
             update.settle()

@@ -60,7 +60,7 @@ class CrossIterationUpdates(ForwardFusion):
         reduction_of: Callable[[Tensor], Reduction | None],
         on_remove: "Callable[[CrossIterationUpdates], None]",
     ) -> None:
-        super().__init__(optimizer, model)
+        super().__init__(optimizer, model, gradients_in_buckets=True)
         self._reduction_of = reduction_of
         self._on_remove = on_remove
 

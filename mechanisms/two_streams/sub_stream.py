@@ -342,10 +342,7 @@ class SubStreamFusion(BackwardFusion):
         self._step(window, [one.parameter for one in taken])
         for one in taken:
             one.updated = one.writes()
-            if self._guard_at_once:
-                one.put_guard()
-            else:
-                one.parameter.grad = None
+            one.put_guard()
         return gradients
 
     def note(self, taken: list[FusedParameter]) -> None:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from retime.foundations.compatibility import Mechanism, why_aside
 from retime.foundations.lazy_updates import (
+    apply_pending,
     check_bucket_bytes,
     why_not_separable,
     why_not_this_step,
@@ -59,12 +60,10 @@ _MODULE_READERS = (
     "on_before_zero_grad",
     "optimizer_zero_grad",
     "configure_gradient_clipping",
+    "clip_gradients",
 )
 _CALLBACK_READERS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _USE_FORWARD = "use mode='forward' (strategy='fused_optimizer_forward')"
-
-IN_A_TRAINER: dict[str, Any] = {"armed": False, "guard_at_once": False}
-"""For backward fusions: which backward pass belongs to a step, and who reads gradients until its end, is known here."""
 
 
 class FusedStepping:
@@ -192,6 +191,11 @@ class FusedStepping:
             return plain_step(closure)  # the optimizer's own step is the deferring one
         return self._step_in_backward(trainer, fusion, closure, plain_step)
 
+    def before_training_step(self, module: LightningModule) -> None:
+        """Bring the module's own parameters up to date, which its code may read as nobody sees (``torch.tensor``)."""
+        if self.mode == "forward":
+            apply_pending(module.parameters(recurse=False))
+
     def before_backward(self, loss: Tensor) -> None:
         """Called with the loss of every backward pass."""
         for fusion in self._fusions.values():
@@ -209,7 +213,7 @@ class FusedStepping:
         plain_step: Callable[[Callable[[], Any]], Any],
     ) -> Any:
         # clipping, if any, is by value here: fusion does it, gradient by gradient, in Lightning's place
-        clip_value, trainer.gradient_clip_val = trainer.gradient_clip_val, None
+        clip_value = trainer.gradient_clip_val
         fusion.clip_value = clip_value or None
 
         def closure_then_rest() -> Any:
@@ -218,6 +222,12 @@ class FusedStepping:
                 result = closure()
             finally:
                 fusion.armed = False
+            if trainer.gradient_clip_val != clip_value:
+                raise RuntimeError(
+                    f"trainer.gradient_clip_val was set to {trainer.gradient_clip_val} when backward fusion had begun "
+                    f"its step with {clip_value}: set it before, as in on_train_batch_start, or {_USE_FORWARD}"
+                )
+            trainer.gradient_clip_val = None
             fusion.begin_rest()
             return result
 
@@ -244,11 +254,12 @@ class FusedStepping:
         if self._make_fusion is not None:
             fusion = self._make_fusion(optimizer, trainer.lightning_module)
         elif self.mode == "forward":
-            fusion = ForwardFusion(optimizer, trainer.lightning_module, **self._options)
+            held = {"gradients_in_buckets": self._distributed}
+            fusion = ForwardFusion(optimizer, trainer.lightning_module, **held, **self._options)
         elif self._reduction is not None:
-            fusion = DataParallelFusion(optimizer, self._reduction, **IN_A_TRAINER, **self._options)
+            fusion = DataParallelFusion(optimizer, self._reduction, armed=False, **self._options)
         else:
-            fusion = BackwardFusion(optimizer, side_stream=self._side_stream, **IN_A_TRAINER, **self._options)
+            fusion = BackwardFusion(optimizer, side_stream=self._side_stream, armed=False, **self._options)
         self._fusions[optimizer] = fusion
         return fusion
 
@@ -346,6 +357,11 @@ class StepsFused(Strategy):
     def fuses_steps(self) -> bool:
         """Return whether this fit's steps go through the stepping."""
         return self._stepping is not None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stepping is not None and self.lightning_module is not None:
+            self._stepping.before_training_step(self.lightning_module)
+        return super().training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._stepping is not None:

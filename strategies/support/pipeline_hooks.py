@@ -51,10 +51,15 @@ def wants_outputs(module: LightningModule, trainer: Trainer) -> bool:
 
 def warn_of_gradient_hooks(module: LightningModule, trainer: Trainer) -> None:
     """Hooks that see gradients may take a norm of them, which is that of one rank's layers."""
-    names = ("configure_gradient_clipping", "on_before_optimizer_step")
-    hooks = [f"{type(module).__name__}.{name}" for name in names if is_overridden(name, module)]
+    names = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+    own = (*names, "configure_gradient_clipping", "clip_gradients")
+    hooks = [f"{type(module).__name__}.{name}" for name in own if is_overridden(name, module)]
+    step = type(module).optimizer_step
+    if any("grad" in name and name != "zero_grad" for name in step.__code__.co_names):
+        hooks.append(f"{type(module).__name__}.optimizer_step")
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    hooks += [f"{type(one).__name__}.{names[1]}" for one in callbacks if is_overridden(names[1], one, parent=Callback)]
+    for one in callbacks:
+        hooks += [f"{type(one).__name__}.{name}" for name in names if is_overridden(name, one, parent=Callback)]
     if hooks:
         warn_difference(
             f"under a pipeline {', '.join(hooks)} sees the gradients of one rank's layers: a norm taken there, by "

@@ -20,7 +20,11 @@ OTHER_ORDER = "the second epoch's order is drawn from random numbers of which mi
 
 SEE_GRADIENTS = (
     "hook_before_optimizer_step",
+    "hook_after_backward",
+    "hook_before_zero_grad",
+    "hook_clip_gradients",
     "hook_configure_gradient_clipping",
+    "callback_after_backward",
     "callback_before_optimizer_step",
     "tensor_hooks",
 )

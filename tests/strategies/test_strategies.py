@@ -139,6 +139,37 @@ def test_a_second_fit_adds_steps_and_no_parameters(strategy: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_clip_value_that_is_set_in_the_midst_of_a_step_is_refused(algorithm: str) -> None:
+    class Clips(BoringModel):
+        def training_step(self, *args: Any) -> Any:
+            self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm = 0.001, algorithm
+            return super().training_step(*args)
+
+    one = trainer(strategy="fused_optimizer")
+    with pytest.raises(RuntimeError, match=r"gradient_clip_val was set to 0\.001 .* on_train_batch_start"):
+        one.fit(Clips())
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("callbacks", [[], [FuseOptimizer("forward")]], ids=["strategy", "callback"])
+def test_a_parameter_of_the_module_itself_that_its_step_copies(callbacks: list[Any]) -> None:
+    class Logs(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1))
+            self.seen: list[float] = []
+
+        def training_step(self, *args: Any) -> Any:
+            self.seen.append(torch.tensor(self.scale).item())
+            output = super().training_step(*args)
+            return {"loss": output["loss"] + self.scale.square().sum()}
+
+    module = Logs()
+    trainer(strategy="auto" if callbacks else "fused_optimizer_forward", callbacks=callbacks).fit(module)
+    assert module.seen[0] > module.seen[1]
+
+
 def test_the_other_lightning_package_is_pointed_out() -> None:
     other = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
     with pytest.raises(ValueError, match=r"from lightning\.pytorch import Trainer"):

@@ -41,6 +41,14 @@ class ClipsItself(Net):
             gradient.clamp_(-0.02, 0.02)
 
 
+class ClipsInItsOwnWay(Net):
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        for gradient in gradients_of(self):
+            gradient.clamp_(-0.02, 0.02)
+
+
 class OwnBackward(Net):
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         (loss * 2).backward()
@@ -131,6 +139,7 @@ fits(
     hook_after_backward=lambda bench: bench.fit(ScalesAfterBackward(optimizer=sgd)),
     hook_before_zero_grad=lambda bench: bench.fit(ReadsBeforeZeroGrad()),
     hook_configure_gradient_clipping=lambda bench: bench.fit(ClipsItself(optimizer=sgd)),
+    hook_clip_gradients=lambda bench: bench.fit(ClipsInItsOwnWay(optimizer=sgd)),
     hook_backward=lambda bench: bench.fit(OwnBackward(optimizer=sgd)),
     callback_before_optimizer_step=lambda bench: bench.fit(Net(), callbacks=[GradientCallback()]),
     callback_after_backward=lambda bench: bench.fit(

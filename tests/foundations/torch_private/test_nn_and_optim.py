@@ -74,6 +74,15 @@ def test_scan_sequential_sees_forward_hooks():
     assert list(nn_and_optim.forward_pre_hooks(layer).values()) == [repr]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@canary("SCRIPTED", breaks="forward fusion, whose updates come before TorchScript reads parameters")
+def test_scripted() -> None:
+    function = torch.jit.trace(torch.neg, torch.ones(1))
+    module = torch.jit.trace(nn.ReLU(), torch.ones(1))
+    assert [type(function), type(module.forward)] == list(nn_and_optim.SCRIPTED)
+    assert all("__call__" in vars(one) for one in nn_and_optim.SCRIPTED)
+
+
 @canary("called_module", breaks="shallow copies of layers on two streams, which would run the original's weights")
 def test_called_module() -> None:
     owners: list[nn.Module | None] = []

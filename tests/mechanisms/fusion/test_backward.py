@@ -195,6 +195,7 @@ def restore(model: Any, optimizer: Optimizer) -> None:
 
 CHANGES: list[tuple[str, Callable[[Any, Optimizer], object]]] = [
     ("learning rate or another hyper-parameter was changed", lambda _, sgd: sgd.param_groups[0].update(lr=1)),
+    ("learning rate or another hyper-parameter was changed", lambda _, sgd: sgd.param_groups[0]["lr"].mul_(0.5)),
     ("changed in place between", lambda model, _: model[0][0].weight.mul_(0.9)),
     ("changed in place between", restore),
     ("cleared or replaced between", lambda model, _: model[0].zero_grad()),
@@ -204,11 +205,37 @@ CHANGES: list[tuple[str, Callable[[Any, Optimizer], object]]] = [
 @pytest.mark.parametrize(("text", "change"), CHANGES)
 def test_changes_between_backward_and_step_are_refused(text: str, change: Callable[[Any, Optimizer], object]) -> None:
     model, optimizer, fusion = fused(bucket_bytes=1, backward_passes=1)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
     model(batches(1)[0]).sum().backward()
     with torch.no_grad():
         change(model, optimizer)
     with pytest.raises(RuntimeError, match=text):
         optimizer.step()
+    fusion.remove()
+
+
+def test_gradients_of_another_type_than_their_parameters() -> None:
+    def make() -> nn.Module:
+        model = network().bfloat16()
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        return model
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, i: int) -> None:
+        model(x.bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=i % 2 == 0)
+
+    both("backward", lambda p: torch.optim.SGD(p, lr=0.1, foreach=False), make=make, step=step, steps=4)
+
+
+def test_a_hook_that_reads_a_gradient_behind_its_update() -> None:
+    model, _, fusion = fused(bucket_bytes=1, backward_passes=1)
+    weight = model[0][0].weight  # type: ignore[index]
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[operator, union-attr]
+    node.register_hook(lambda *_: weight.grad.mul_(0.5))  # type: ignore[union-attr, operator]
+    with pytest.raises(RuntimeError, match="consumed by backward fusion"):
+        model(batches(1)[0]).sum().backward()
     fusion.remove()
 
 
@@ -417,13 +444,11 @@ def test_meta_parameters_are_refused() -> None:
 
 def test_an_alias_made_after_the_update_hides_no_second_gradient() -> None:
     model = nn.Linear(4, 4, bias=False)
-    fusion = BackwardFusion(
-        torch.optim.SGD(model.parameters(), 0.1), bucket_bytes=1, backward_passes=1, guard_at_once=False
-    )
+    fusion = BackwardFusion(torch.optim.SGD(model.parameters(), 0.1), bucket_bytes=1, backward_passes=1)
     model(torch.ones(2, 4)).sum().backward()
     assert fusion.report().fused_updates == 1
     alias = model.weight.data
-    with pytest.raises(RuntimeError, match="received 2 gradients"):
+    with pytest.raises(RuntimeError, match="consumed by backward fusion"):
         model(torch.ones(2, 4)).sum().backward()
     assert alias.data_ptr() == model.weight.data_ptr()
     fusion.remove()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import operator
 import warnings
 import weakref
 from collections.abc import Callable
@@ -53,6 +54,19 @@ def test_a_fusion_that_nobody_removes_keeps_nothing_alive() -> None:
     assert [one() for one in gone] == [None] * 3
 
 
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Named(Tensor):
+    """Tensor of a class of somebody's own."""
+
+
 READERS: dict[str, Callable[[nn.Module, list[nn.Parameter]], Any]] = {
     "forward pass": lambda model, held: model(torch.ones(2, 16)),
     "evaluation": lambda model, held: model.eval()(torch.ones(2, 16)),
@@ -73,10 +87,18 @@ READERS: dict[str, Callable[[nn.Module, list[nn.Parameter]], Any]] = {
     "out of a buffer": lambda model, held: torch.cat([p.reshape(-1) for p in held], out=torch.empty(0)),
     "in-place write after the step": lambda model, held: [p.data.clamp_(-0.1, 0.1) for p in held],
     "keyword argument": lambda model, held: torch.nn.functional.linear(torch.ones(2, 16), weight=held[4]),
+    "scripted function": lambda model, held: [torch.jit.script(doubled)(p) for p in held],
+    "scripted module": lambda model, held: [torch.jit.script(Doubling())(p) for p in held],
+    "traced function": lambda model, held: [torch.jit.trace(torch.neg, torch.ones(1))(p) for p in held],
+    "nn.Parameter": lambda model, held: [nn.Parameter(p) for p in held],
+    "another of its type": lambda model, held: [type(p)(p.detach().clone()) for p in held],
+    "as_subclass": lambda model, held: [p.as_subclass(Named).as_subclass(Tensor) for p in held],
     "data_ptr": lambda model, held: [torch.tensor(p.data_ptr() > 0) and p.detach().clone() for p in held],
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", READERS)
 def test_every_reader_sees_updated_values(name: str) -> None:
     def read(mode: str | None) -> Any:
@@ -299,6 +321,39 @@ def test_plain_tensors_as_parameters() -> None:
 
     for mode in ("backward", "forward"):
         assert torch.equal(loop(None), loop(mode))
+
+
+def test_torch_has_its_own_functions_back_without_a_fusion() -> None:
+    plain = [torch.jit.ScriptFunction.__call__, nn.Parameter.__new__]
+    fusions = [stepped("forward")[2] for _ in range(2)]
+    for fusion in fusions:
+        assert all(map(operator.is_not, plain, [torch.jit.ScriptFunction.__call__, nn.Parameter.__new__]))
+        fusion.remove()
+        fusion.remove()
+    assert [torch.jit.ScriptFunction.__call__, nn.Parameter.__new__] == plain
+
+
+@pytest.mark.parametrize("zero", [lambda flat: flat.zero_(), lambda flat: flat.numpy().fill(0)])
+def test_gradients_that_are_views_of_one_buffer(zero: Callable[[Tensor], object]) -> None:
+    def weights(mode: str | None) -> list[Tensor]:
+        model = network()
+        parameters = list(model.parameters())
+        flat = torch.zeros(sum(p.numel() for p in parameters))
+        for p, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = gradient.view_as(p)
+        optimizer = adamw(parameters)
+        fusion = fuse_optimizer(model, optimizer, mode, bucket_bytes=1) if mode else None
+        for x in batches(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            zero(flat)
+        if fusion is not None:
+            fusion.remove()
+        return [p.detach() for p in parameters]
+
+    with pytest.warns(NoEffectWarning, match="share their memory"):
+        ours = weights("forward")
+    assert all(map(torch.equal, weights(None), ours))
 
 
 def test_old_style_zeroing_through_data() -> None:
