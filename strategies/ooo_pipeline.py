@@ -216,7 +216,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
                 return
         if pipeline > 1:
             for one in self.optimizers:
-                check_optimizer(one)
+                check_optimizer(one, module)
         pipeline_group, self._data_group = make_groups(pipeline, data, self._message_timeout)
         warn_of_parts(module, 2 if self._microbatches == "auto" else self._microbatches)
         if pipeline > 1:

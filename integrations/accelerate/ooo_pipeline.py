@@ -124,7 +124,7 @@ class OutOfOrderPipeline:
             keep_in_folders(accelerator, model, self.state_dict, self._refuse_parts)
             return
         if stages > 1:
-            check_optimizer(self._optimizer.optimizer)
+            check_optimizer(self._optimizer.optimizer, model)
         refuse_part_of_model(model)
         _check_state(self._optimizer.optimizer)
         model.to(accelerator.device)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retime.foundations.parts import tensors_of
 from retime.foundations.preserve_state import seed_torch
 from retime.foundations.torch_private.engine import tree_flatten, tree_map
 from retime.foundations.torch_private.tensors import base_of, kept_version
@@ -228,6 +229,11 @@ def replaced_tensors(value: Any, tensors: dict[int, Tensor]) -> Any:
 def shapes_of(value: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     """Shapes and types of a nested value's tensors: what tells one kind of batch from another."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in_order(value))
+
+
+def shapes_of_batch(batch: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """The same of a batch or a part of it, dataclasses and mappings of any class included."""
+    return shapes_of(list(tensors_of(batch).values()))
 
 
 def leads_to(old: Tensor, new: Tensor, *, has_backward: bool, written: bool) -> tuple[Tensor, Tensor]:

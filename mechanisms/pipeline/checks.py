@@ -29,12 +29,20 @@ T = TypeVar("T")
 # Which optimizers may run on each rank for the layers that it has.
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Look whether a parameter's update needs nothing of parameters on other ranks; warn where nobody can know.
 
     Raises:
-        ValueError: it does.
+        ValueError: it does, or a parameter is none of the model's, and so nobody's.
     """
+    ours = set(model.parameters())
+    strange = [p for group in optimizer.param_groups for p in group["params"] if p not in ours]
+    if strange:
+        raise ValueError(
+            f"the optimizer has {len(strange)} parameters that the module does not know (the first has shape "
+            f"{tuple(strange[0].shape)}), so ranks would train them apart: make them attributes of the module, "
+            "nn.Parameter or in an nn.ModuleList or nn.ParameterList"
+        )
     if isinstance(optimizer, LBFGS):
         raise ValueError(
             "LBFGS needs all parameters and gradients at once, and each rank of a pipeline has its own layers only: "
@@ -289,6 +297,11 @@ def warn_of_parts(model: nn.Module, microbatches: int) -> None:
             f"{tables[0]!r} divides gradients by how often a row was read (scale_grad_by_freq), in a micro-batch under "
             "a pipeline, so training differs from that on one device: use microbatches=1, or leave it out"
         )
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether :func:`warn_of_parts` says that random numbers are others."""
+    return any(isinstance(one, _DROPOUT) and one.p for one in model.modules())
 
 
 def warn_of_gradient_hooks(model: nn.Module) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,16 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from retime.foundations.lazy_updates import nbytes
-from retime.foundations.parts import loss_of
+from retime.foundations.messages import warn_difference
+from retime.foundations.parts import leaves_of, loss_of, tensors_of
 from retime.foundations.preserve_state import preserve_state, reachable_tensors, seed_all
 from retime.foundations.weight_gradients import SMALL, SplitBackward
-from retime.mechanisms.pipeline.calls import LayerInterceptors, Returned, SuspendedCall, Workers, tensors_in_order
-from retime.mechanisms.pipeline.checks import PipelineError, all_gather_object, broadcast, messages_of
+from retime.mechanisms.pipeline.calls import LayerInterceptors, Returned, SuspendedCall, Workers
+from retime.mechanisms.pipeline.checks import PipelineError, all_gather_object, broadcast, has_dropout, messages_of
 from retime.mechanisms.pipeline.layers import FIRST_SEED, LayerList, LayerProfile, profile_layers
 from retime.mechanisms.pipeline.losses import LossWeight, LossWeights, look_at_losses
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel
@@ -60,7 +65,7 @@ def agreed_seeds(place: RankInfo, batch: Any, count: int) -> list[int]:
 def _checksum(batch: Any, most: int | None = None) -> int:
     """Checksum of shapes, and of so many values of each tensor, or all."""
     checksum = 0
-    for tensor in tensors_in_order(batch):
+    for tensor in tensors_of(batch).values():
         checksum = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), checksum)
         if tensor.numel():
             values = tensor.detach().reshape(-1)
@@ -145,6 +150,13 @@ class FirstBatch:
                 names=self._place.names,
             )
             weights = replace(weights, certificate=self._place.agreed(weights.certificate))
+        with self._no_trace(batch), torch.no_grad():
+            seed_all(FIRST_SEED)
+            untouched = _next_numbers()
+            seeded(step, parts[0])
+            draws = _next_numbers() != untouched
+        if draws and not has_dropout(self._model):
+            warn_difference("training_step draws random numbers: under a pipeline they are others than on one device")
         with self._no_trace(batch):
             profile = profile_layers(
                 lambda: seeded(step, parts[0]),
@@ -272,6 +284,8 @@ class FirstBatch:
                 with split.passes.begin(stage):
                     answer = whole(lambda sent=sent: call.resume(sent))
                 edges[stage] = [loss_of(answer.value)] if isinstance(answer, Returned) else answer.given
+            if isinstance(answer, Returned):
+                _warn_of_other_values(answer.value, profile.output)
         finally:
             call.close()
         positions = _merged(all_gather_object(positions, place.group))
@@ -383,6 +397,31 @@ def seeded(step: Callable[[Any], Any], part: Any) -> Any:
     """Run a step on random numbers that are the same on all ranks."""
     seed_all(FIRST_SEED)
     return step(part)
+
+
+def _next_numbers() -> tuple[float, ...]:
+    """Draw from torch's, Python's and NumPy's generators, which tells whether something has drawn before."""
+    return float(torch.rand(())), random.random(), float(np.random.random())
+
+
+def _warn_of_other_values(staged: Any, whole: Any) -> None:
+    """Say which values beside the loss are others on the rank of the last stage, which has no other layers' outputs."""
+    values = dict(leaves_of(whole, "it"))
+    changed = [place for place, one in leaves_of(staged, "it") if not _same(one, values.get(place))]
+    names = sorted({name for place in changed for name in re.findall(r"'([^']*)'", place)[-1:]})
+    if names:
+        warn_difference(
+            f"training_step logs or returns {', '.join(map(repr, names))}, which it computes from what layers of other "
+            "ranks return: under a pipeline these are NaN or 0 there, and so it is another number. Let the layers hand "
+            "on what is logged",
+            every_rank=True,
+        )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _near(one, other)
+    return not (isinstance(one, float) and math.isnan(one)) or one is other
 
 
 def _why_not(graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: PipelinePlan) -> str | None:

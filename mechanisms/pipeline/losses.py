@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -335,3 +336,22 @@ def needed_loss(output: Any) -> Tensor:
 
 def _loss(output: Any) -> Tensor:
     return needed_loss(output).detach()
+
+
+_NODES_OF_A_LOSS = 64
+_VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Expand", "Clone", "T", "Transpose", "Squeeze", "Unsqueeze")
+
+
+def operations_of(loss: Tensor) -> Counter[str]:
+    """Count the nodes that lead to a loss, by name and reduction; views, which follow from shapes, do not count."""
+    names, waiting, seen = Counter[str](), deque([loss.grad_fn]), set[Any]()
+    while waiting and len(seen) < _NODES_OF_A_LOSS:
+        node = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name, reduction = node.name().partition("Backward")[0], getattr(node, "_saved_reduction", None)
+        if name not in _VIEWS:
+            names[name if reduction is None else f"{name} with reduction {reduction}"] += 1
+        waiting += [following for following, _ in node.next_functions]
+    return names

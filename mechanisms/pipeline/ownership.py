@@ -106,7 +106,8 @@ class GradientSums:
         for parameter in parameters:
             by_type.setdefault(parameter.dtype, []).append(parameter)
         for some in by_type.values():
-            flat = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in some])
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in some]
+            flat = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in gradients])
             flat /= dist.get_world_size(self._group)
             self._on_the_way.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, some))
 
@@ -118,7 +119,8 @@ class GradientSums:
                 work.wait()
             for parameter, piece in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
                 mean = piece.view_as(parameter)
-                parameter.grad = mean.clone() if parameter.grad is None else parameter.grad.copy_(mean)
+                is_dense = parameter.grad is not None and not parameter.grad.is_sparse
+                parameter.grad = parameter.grad.copy_(mean) if is_dense else mean.clone()  # type: ignore[union-attr]
 
     def forget(self) -> None:
         """After a failure."""
@@ -414,7 +416,7 @@ class Ownership:
         for name in self._finite:
             if not self._is_finite(name):
                 raise PipelineError(
-                    f"{name!r} is not used in the step, and became NaN with the first batch: code between the batches "
+                    f"{name!r} is not used in the step, and became NaN behind a batch: code between the batches "
                     "reads weights of all layers into it, as averages of weights do, and those of other ranks' layers "
                     "are NaN here. Average the weights of checkpoints instead"
                 )
@@ -429,15 +431,19 @@ class Ownership:
     def find_writers(self) -> None:
         """A buffer outside of layers, of a module without parameters, is the first rank's that has written into it.
 
-        All ranks call this. Code in front of the layers runs on all ranks, code behind them on the last.
+        All ranks call this. Code in front of the layers runs on all ranks, code behind them on the last, and between
+        them on each as well, on stand-ins for what other ranks' layers give: that makes them NaN.
         """
         buffers = dict(self._model.named_buffers())
         changed = {
-            name for name, one in self._outside.items() if name in buffers and not torch.equal(buffers[name], one)
+            name: not bool(buffers[name].isnan().any())
+            for name, one in self._outside.items()
+            if name in buffers and not torch.equal(buffers[name], one)
         }
         everyone = all_gather_object(changed, self._group) if self._outside else []
-        for rank, names in reversed([*enumerate(everyone)]):
-            self._owner_of_buffers |= dict.fromkeys(names, rank)
+        for finite in (False, True):
+            for rank, of_rank in reversed([*enumerate(everyone)]):
+                self._owner_of_buffers |= {name: rank for name, is_finite in of_rank.items() if is_finite is finite}
 
     def counts_state(self, name: str) -> bool:
         """Return whether this rank writes a parameter or buffer into a checkpoint."""

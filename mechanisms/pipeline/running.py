@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from retime.foundations.messages import warn_difference
 from retime.foundations.parts import loss_of, samples_in
 from retime.foundations.preserve_state import seed_all
-from retime.foundations.torch_private.engine import top_saved_tensors_hooks
+from retime.foundations.torch_private.engine import top_saved_tensors_hooks, tree_leaves
 from retime.foundations.weight_gradients import SplitBackward
 from retime.mechanisms.pipeline.calls import (
     HERE,
@@ -28,12 +30,13 @@ from retime.mechanisms.pipeline.calls import (
     leads_to,
     replaced_tensors,
     shapes_of,
+    shapes_of_batch,
     spec_of,
     tensors_in_order,
 )
 from retime.mechanisms.pipeline.checks import PipelineError, all_gather_object, broadcast, broadcast_object
 from retime.mechanisms.pipeline.layers import Shapes
-from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, needed_loss
+from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, needed_loss, operations_of
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
 from retime.mechanisms.pipeline.stage import MeasuredTimes
@@ -133,6 +136,10 @@ class TrainingCall(LayerHandler):
             )
         return kind.stand_in(self._device)
 
+    def after(self, layer: int, output: Any) -> Any:
+        refuse_new_numbers(layer, output, self._outputs, self._names)
+        return output
+
     def _call(self, layer: int) -> SuspendedCall:
         call = HERE.call or self.recomputes
         if call is None:
@@ -141,6 +148,22 @@ class TrainingCall(LayerHandler):
                 "run in training_step, validation_step, test_step and predict_step only"
             )
         return call
+
+
+def refuse_new_numbers(
+    layer: int, output: Any, outputs: Mapping[tuple[int, Shapes], ValueSpec], names: Sequence[str]
+) -> None:
+    """Raise PipelineError if a layer returns numbers or texts that it never returned: ranks are sent tensors only."""
+    numbers = [] if isinstance(output, Tensor) else _numbers_in(output)
+    if numbers and all(_numbers_in(one.value) != numbers for (other, _), one in outputs.items() if other == layer):
+        raise PipelineError(
+            f"{names[layer]!r} returns numbers or texts that change ({', '.join(map(repr, numbers))} now), and ranks "
+            "are sent tensors only: let it return a tensor, or let layers read the number from the module"
+        )
+
+
+def _numbers_in(value: Any) -> list[Any]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, bool | int | float | str)]
 
 
 # Steps without a backward pass: all ranks run them, and each layer runs where it lies and sends on what it gives.
@@ -155,11 +178,9 @@ class EvaluationBroadcast(LayerHandler):
         outputs: kinds of what layers return, by layer and shapes of their arguments; new ones are added.
     """
 
-    def __init__(
-        self, plan: PipelinePlan, group: Any, device: torch.device, outputs: dict[tuple[int, Shapes], ValueSpec]
-    ) -> None:
-        self._plan, self._group, self._device, self._outputs = plan, group, device, outputs
-        self._rank = dist.get_rank(group)
+    def __init__(self, plan: PipelinePlan, place: RankInfo, outputs: dict[tuple[int, Shapes], ValueSpec]) -> None:
+        self._plan, self._outputs, self._names = plan, outputs, place.names
+        self._group, self._device, self._rank = place.group, place.device, place.rank
         self._shapes: Shapes = ()
         self.given: dict[int, list[TensorSpec]] = {}
         """Kinds of the tensors in the arguments of each layer, in the last step."""
@@ -180,6 +201,7 @@ class EvaluationBroadcast(LayerHandler):
 
     def after(self, layer: int, output: Any) -> Any:
         self._spec(layer, output)
+        refuse_new_numbers(layer, output, self._outputs, self._names)
         for tensor in tensors_in_order(output):
             broadcast(tensor.detach().contiguous(), self._rank, self._group)
         return output
@@ -262,6 +284,8 @@ class PipelineState:
         reads: kinds of those, by stage and shapes of a micro-batch.
         stage_parameters: by stage, the trainable parameters that only it uses.
         late: this rank's parameters that several stages use.
+        loss_operations: that lead to the loss of the first micro-batch, on the rank of the last stage.
+        has_warned: of others.
         outside: names of the parameters in front of the layers and behind them.
         look: what the first batch has shown of its losses, until somebody has looked at it.
         with_messages: the plan's orders with all messages, as the runtime found them.
@@ -282,6 +306,8 @@ class PipelineState:
     reads: dict[tuple[int, Shapes], list[TensorSpec]] = field(default_factory=dict)
     stage_parameters: dict[int, list[Tensor]] = field(default_factory=dict)
     late: list[Tensor] = field(default_factory=list)
+    loss_operations: Counter[str] | None = None
+    has_warned: bool = False
     outside: list[str] = field(default_factory=list)
     look: FirstLook | None = None
     with_messages: Any = None
@@ -310,7 +336,7 @@ class PipelineState:
 
     def evaluation_broadcast(self, outputs: dict[tuple[int, Shapes], ValueSpec]) -> EvaluationBroadcast:
         """The layers of steps without gradients, by the kinds of what they return in evaluation or in training."""
-        return EvaluationBroadcast(self.plan, self.place.group, self.place.device, outputs)
+        return EvaluationBroadcast(self.plan, self.place, outputs)
 
 
 @dataclass(frozen=True)
@@ -355,7 +381,7 @@ class RunningStep:
         self._spread, self._seeds, self._divide_by = spread, seeds, divide_by
         self._weights = weights
         self._samples = [samples_in(part) for part in parts]
-        self._keys = [shapes_of(part) for part in parts]
+        self._keys = [shapes_of_batch(part) for part in parts]
         self._calls = [
             SuspendedCall(partial(step, part), workers, seed) for part, seed in zip(parts, seeds, strict=True)
         ]
@@ -435,8 +461,28 @@ class RunningStep:
                 "divides by something else there: give the same number, such as a count with .clamp(min=1)"
             )
         self._results[batch] = MicroBatchResult(_detached(output), self._weights[batch], self._samples[batch])
+        self._look_at_operations(loss)
         weight = self._weights[batch] / self._divide_by
         return loss * weight if weight else loss.detach()  # a mean over nothing has no gradient either
+
+    def _look_at_operations(self, loss: Tensor) -> None:
+        """Say once where a loss is computed by other operations than in the first batch, which alone was examined."""
+        spread = self._spread
+        if len(self._weights) == 1 or not loss.requires_grad:
+            return
+        now = operations_of(loss)
+        if spread.loss_operations is None:
+            spread.loss_operations = now
+        elif now != spread.loss_operations and not spread.has_warned:
+            spread.has_warned = True
+            changed = sorted(str(name) for name in {**(now - spread.loss_operations), **(spread.loss_operations - now)})
+            warn_difference(
+                "training_step computes its loss by other operations than in the first batch "
+                f"({', '.join(changed)}), and a pipeline has looked at that one only: a loss that is another mean or "
+                "sum, or mixes samples by now, trains otherwise than on one device. Use microbatches=1, or begin with "
+                "all terms",
+                every_rank=True,
+            )
 
 
 def _detached(output: Any) -> Any:

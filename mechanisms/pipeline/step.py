@@ -20,7 +20,7 @@ from retime.foundations.parts import balanced_parts, samples_in
 from retime.foundations.preserve_state import preserve_state, random_state, reachable_tensors, set_random_state
 from retime.foundations.torch_private.distributed import pipeline_runtime
 from retime.foundations.torch_private.tensors import post_accumulate_hooks
-from retime.mechanisms.pipeline.calls import LayerInterceptors, Workers, shapes_of
+from retime.mechanisms.pipeline.calls import LayerInterceptors, Workers, shapes_of_batch
 from retime.mechanisms.pipeline.checks import (
     ChangedBuffers,
     PipelineError,
@@ -257,7 +257,7 @@ class PipelineStep:
         if self._spread is None:
             self._begin(step, batch, parts)
         spread = self._known
-        if self._report.steps == 1:
+        if self._report.steps:
             spread.look = None
             spread.owners.refuse_averages()
         seeds = agreed_seeds(self._place, batch, len(parts))
@@ -441,13 +441,14 @@ class PipelineStep:
 
     def _know(self, spread: PipelineState, step: Callable[[Any], Any], part: Any) -> None:
         """Run micro-batches of new shapes once, as an evaluation and without a trace, to see shapes between layers."""
-        key = shapes_of(part)
+        key = shapes_of_batch(part)
         if (0, key) in spread.reads:
             return
         broadcast = spread.evaluation_broadcast(spread.outputs)
-        kept = preserve_state(self._model, tensors=reachable_tensors(self._model, part, parameters=False))
-        with self._gates.handled_by(broadcast), kept, self._tried_out(), self.outside_whole(), torch.no_grad():
-            seeded(step, part)
+        with self.outside_whole():  # first, as what it fetches stays
+            kept = preserve_state(self._model, tensors=reachable_tensors(self._model, part, parameters=False))
+            with self._gates.handled_by(broadcast), kept, self._tried_out(), torch.no_grad():
+                seeded(step, part)
         for stage in range(spread.plan.stages):
             given = broadcast.given[spread.plan.layers_of(stage)[0]]
             places, flags = spread.positions.get(stage, []), spread.needs_gradient.get(stage, [])

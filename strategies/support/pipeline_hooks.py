@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from retime.foundations.messages import warn_difference
 from retime.foundations.patching import replaced_attributes
+from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.pipeline import PipelineStep, is_on_meta, refuse_part_of_model
 
 
@@ -155,9 +157,21 @@ class KeptAttributes:
                 "on_train_batch_end"
             )
 
-    def _found(self) -> dict[str, tuple[int, int]]:
+    def _found(self) -> dict[str, tuple[Any, ...]]:
         return {
-            name: (id(value), len(value) if isinstance(value, list | dict | set | deque) else 0)
+            name: (id(value), *_contents_of(value))
             for name, value in vars(self._module).items()
             if name not in _LIGHTNINGS and not isinstance(value, nn.Module)
         }
+
+
+def _contents_of(value: Any) -> Iterator[Any]:
+    """What changes where code writes into a tensor, an array or a collection, and not the attribute."""
+    if isinstance(value, Tensor):
+        yield version_of(value)
+    elif isinstance(value, np.ndarray):
+        yield value.tobytes()
+    elif isinstance(value, dict):
+        yield from ((key, id(one)) for key, one in value.items())
+    elif isinstance(value, list | set | deque):
+        yield from map(id, value)

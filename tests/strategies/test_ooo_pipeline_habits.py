@@ -5,17 +5,20 @@ import signal
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Subset
 
 from retime import OOOPipelineStrategy
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
@@ -30,9 +33,17 @@ TOLD = {
     "aggregates": "MeanMetric 'mean_loss' takes a value from each micro-batch",
     "writes": "training_step writes to self.logger",
     "clamps": "'net.0.weight' has a hook on its gradient (register_hook), which runs once a micro-batch",
+    "draws": "training_step draws random numbers",
+    "adds": "training_step keeps 'total', 'counts' on the module",
+    "clips": "under a pipeline Clips.on_after_backward sees the gradients of one rank's layers",
+    "reads": "training_step logs or returns 'first', which it computes from what layers of other ranks return",
+    "warmsup": "training_step computes its loss by other operations than in the first batch (Add, ",
     "averages": "refused 'average.",
+    "averageslater": "refused 'average.",
     "packed": "refused 'net.0' takes or gives a PackedSequence",
 }
+BY_LAST = ("reads", "warmsup")
+"""What the rank of the last stage tells."""
 LAST = "skips"
 """Behind it the ranks are of no more use: the first one does not know why the last one ends."""
 
@@ -93,6 +104,87 @@ class Averages(Classifier):
             kept.lerp_(parameter.detach(), 0.1)
 
 
+class AveragesLater(Averages):
+    """Averages its weights into a copy, but not behind the first batch."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 2:
+            super().on_train_batch_end()
+
+
+class Draws(Classifier):
+    """Has dropout that is no module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, *rest = batch
+        return super().training_step((nn.functional.dropout(inputs, 0.1), *rest), batch_idx)
+
+
+class Adds(Classifier):
+    """Writes into what it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.counts = torch.zeros(()), {"samples": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.total += output["loss"].detach()
+        self.counts["samples"] += len(batch[0])
+        return output
+
+
+class Clips(Classifier):
+    """Clips by the norm of the gradients that it sees."""
+
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class Reads(Classifier):
+    """Logs what its first layer gives."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = firsts = batch[0]
+        for number, layer in enumerate(self.net):  # type: ignore[arg-type]
+            hidden = layer(hidden)
+            firsts = hidden if not number else firsts
+        self.log("first", firsts.abs().mean())
+        return {"loss": nn.functional.cross_entropy(hidden, batch[1])}
+
+
+class WarmsUp(Classifier):
+    """Has another term in its loss behind the first batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        return {"loss": loss + logits.var(0).mean() if batch_idx else loss}
+
+
+class Scales(nn.Module):
+    """Takes a number along."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, given: tuple[Tensor, float]) -> tuple[Tensor, float]:
+        return self.layer(given[0]) * given[1], given[1]
+
+
+class Anneals(Classifier):
+    """Gives its layers a number that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*map(Scales, self.net))  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, _ = self.net((batch[0], 1 / (1 + batch_idx)))
+        return {"loss": nn.functional.cross_entropy(logits, batch[1])}
+
+
 class Skips(Classifier):
     """Has no loss for the third batch."""
 
@@ -130,8 +222,8 @@ class _Unpacks(nn.Module):
         return logits
 
 
-HABITS: dict[str, Callable[[], Classifier]] = {
-    one.__name__.lower(): one for one in (Keeps, Aggregates, Writes, Clamps, Averages, Packed, Skips)
+HABITS: dict[str, Callable[[], Classifier]] = {one.__name__.lower(): one for one in Classifier.__subclasses__()} | {
+    "averageslater": AveragesLater
 }
 
 
@@ -145,7 +237,7 @@ def fit_by(habit: str) -> None:
             fit.fit(HABITS[habit](), loader())
         except PipelineError as error:
             print("refused", error)
-            if habit == LAST:
+            if habit in (LAST, "anneals"):
                 raise
     for warning in caught:
         if issubclass(warning.category, DifferenceWarning | NoEffectWarning):
@@ -164,13 +256,71 @@ def test_the_first_rank_warns_at_the_users_line_and_both_refuse(habit: str, said
     for rank, one in enumerate(said):
         refused = TOLD[habit].startswith("refused")
         wanted = TOLD[habit] if refused else f"test_ooo_pipeline_habits.py {TOLD[habit]}"
-        assert one[habit].count(wanted) == (refused or rank == 0), one
+        assert one[habit].count(wanted) == (refused or rank == (habit in BY_LAST)), one
         others = [said for said in TOLD.values() if said != TOLD[habit]]
         assert not any(other in one[habit] for other in others), one
 
 
 def test_a_batch_cannot_be_skipped(said: list[dict[str, str]]) -> None:
     assert "a pipeline cannot skip batches: return 0 * loss in place of None" in said[1][LAST]
+
+
+def test_a_number_between_layers_cannot_change() -> None:
+    first, _ = run_ranks(2, __file__, "fit_by|anneals", joined=False)
+    assert "refused 'net.0' returns numbers or texts that change (0.5 now), and ranks are sent tensors" in first.stdout
+
+
+@dataclass
+class Batch:
+    """Of a class of the user's own."""
+
+    inputs: Tensor
+    labels: Tensor
+
+
+class NormsBetween(Classifier):
+    """Normalises between its layers, by modules without parameters, and gets batches of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(4)])
+        self.norms = nn.ModuleList([nn.BatchNorm1d(FEATURES, affine=False) for _ in range(4)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = batch.inputs
+        for layer, norm in zip(self.net, self.norms, strict=True):  # type: ignore[arg-type]
+            hidden = norm(layer(hidden))
+        return {"loss": nn.functional.cross_entropy(hidden, batch.labels)}
+
+
+def fit_norms_between(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    def collate(rows: list[Any]) -> Batch:
+        inputs, labels = zip(*rows, strict=True)
+        return Batch(torch.stack(inputs), torch.stack(labels))
+
+    data = DataLoader(Subset(loader().dataset, range(20)), 8, collate_fn=collate)  # the last one has 4
+    fit = trainer(strategy, folder, devices=devices, max_epochs=2)
+    module = NormsBetween()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of validation that is not there
+        fit.fit(module, data)
+    return module.state_dict()
+
+
+def save_norms_between(folder: str) -> None:
+    state = fit_norms_between(OOOPipelineStrategy(microbatches=1), Path(folder), devices=2)
+    torch.save(state, f"{folder}/{RANK}.pt")
+
+
+def test_buffers_between_the_layers_and_batches_of_a_class_of_ones_own(tmp_path: Path) -> None:
+    run_ranks(2, __file__, f"save_norms_between|{tmp_path}")
+    plain = fit_norms_between("auto", tmp_path, devices=1)
+    for rank in range(2):
+        ours = torch.load(tmp_path / f"{rank}.pt")
+        for name, value in plain.items():
+            torch.testing.assert_close(
+                ours[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 LOST = "RankLostError a message of"
