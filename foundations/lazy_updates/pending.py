@@ -518,7 +518,7 @@ class OpaqueCalls:
             OpaqueCalls._plain = [(one, "__call__", one.__call__) for one in SCRIPTED]
             OpaqueCalls._plain.append((nn.Parameter, "__new__", nn.Parameter.__new__))
             for owner, name, plain in OpaqueCalls._plain:
-                setattr(owner, name, _settling(plain))
+                setattr(owner, name, _settling_arguments(plain))
         OpaqueCalls._held += 1
         self.remove = weakref.finalize(self, OpaqueCalls._let_go)
 
@@ -530,7 +530,7 @@ class OpaqueCalls:
                 setattr(owner, name, plain)
 
 
-def _settling(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _settling_arguments(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         _settle_arguments((args, kwargs))

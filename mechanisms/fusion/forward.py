@@ -81,8 +81,9 @@ class ForwardFusion:
         self._pending: list[PendingUpdate] = []
         self.is_removed = False
         """Whether the optimizer has its own methods back."""
-        self._handles: list[Any] = flush_before_opaque_forward(model) if model is not None else []
-        self._handles.append(OpaqueCalls())
+        self._handles: list[Any] = [OpaqueCalls()]
+        if model is not None:
+            self._handles += flush_before_opaque_forward(model)
         self._in_buckets = gradients_in_buckets or isinstance(model, DistributedDataParallel)
         if isinstance(model, DistributedDataParallel):
             # gradients may live in DDP's buckets, which the coming backward pass overwrites
