@@ -57,7 +57,7 @@ def warn_of_gradient_hooks(module: LightningModule, trainer: Trainer) -> None:
     own = (*names, "configure_gradient_clipping", "clip_gradients")
     hooks = [f"{type(module).__name__}.{name}" for name in own if is_overridden(name, module)]
     step = type(module).optimizer_step
-    if any("grad" in name and name != "zero_grad" for name in step.__code__.co_names):
+    if any(name == "grad" or "clip_grad_" in name or "grad_norm" in name for name in step.__code__.co_names):
         hooks.append(f"{type(module).__name__}.optimizer_step")
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for one in callbacks:
