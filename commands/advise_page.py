@@ -60,8 +60,15 @@ def advice(whole: Whole) -> Iterator[str]:
         yield f"If you train with ddp on {whole['devices']} ranks: {of_ddp}"
     strongest = plain["strongest"]
     taken = row or {**strongest, "step_ms": plain["step_ms"]}
-    own = plain["as_it_is_ms"] / taken["step_ms"]
-    if row is None:
+    # both ratios are of turns: steps of other minutes are not compared
+    own = plain["as_it_is_ms"] / plain["tried_ms"][plain["strongest_is"]]
+    own *= 1.0 if row is None or row["gain"] is None else row["gain"]["median"]
+    if _nothing_fits(whole):
+        yield (
+            f"Nothing that was measured fits into {show_bytes(whole['memory_bytes'])}: retime plan says which budget a "
+            "step can be kept in."
+        )
+    elif row is None:
         yield f"Nothing is faster here than the strongest plain step: {own:.2f} times the speed of the step as it is."
     else:
         yield (
@@ -88,9 +95,17 @@ def advice(whole: Whole) -> Iterator[str]:
 def paste(whole: Whole) -> str:
     """The line to paste."""
     row = _named(whole, "advised")
+    if _nothing_fits(whole):
+        return "retime plan"
     if row is None:
         return str(whole["plain"]["trainer"]) if whole["job"]["is_lightning"] else "the loop as it is"
     return _written(whole, row)
+
+
+def _nothing_fits(whole: Whole) -> bool:
+    """Return whether neither the strongest plain step nor what is advised keeps the memory that was given."""
+    most = whole["memory_bytes"]
+    return most is not None and whole["advised"] is None and whole["plain"]["peak_bytes"] > most
 
 
 def _written(whole: Whole, row: Whole) -> str:

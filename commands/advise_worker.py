@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, strategies
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
@@ -316,7 +317,10 @@ class Turns(Callback):
         report = getattr([*self._callbacks, trainer.strategy][0], "report", str)()
         if self._facts:
             names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
-            has_fused = any("fused" in group and not group["fused"] for group, _ in self._kernels)
+            # what torch asks for where an optimizer is made with fused=True
+            is_real = all(p.is_floating_point() for group, _ in self._kernels for p in group["params"])
+            kinds = [group for group, _ in self._kernels if not group.get("differentiable")]
+            has_fused = is_real and any("fused" in group and not group["fused"] for group in kinds)
             self._facts |= {"optimizers": names, "has_fused": has_fused}
         weights = {"weights": _weights(trainer)} if self._wants_weights else {}
         request = next_request(
@@ -424,15 +428,21 @@ def _fit(request: dict[str, Any]) -> None:
     torch.manual_seed(0)
     given = given_by(argparse.Namespace(**request["job"]), request["words"])
     module = module_of(given)
-    configure = module.configure_optimizers
+    torch.set_num_threads(request["threads"])  # the user's code may have set another number
+    configure, callbacks = module.configure_optimizers, module.configure_callbacks
 
     def with_kernels() -> Any:
         optimizers = configure()
         for group in (group for one in optimizers_in(optimizers) for group in one.param_groups):
             group.update(_FUSED if request["fused"] and "fused" in group else {})
-        return optimizers
+        return optimizers_in(optimizers)  # schedules may be written for fewer steps
+
+    def without_checkpoints() -> list[Callback]:
+        given = callbacks()
+        return [one for one in ([given] if isinstance(given, Callback) else given) if not isinstance(one, Checkpoint)]
 
     module.configure_optimizers = with_kernels  # type: ignore[method-assign]
+    module.configure_callbacks = without_checkpoints  # type: ignore[method-assign]
     facts = _facts(given.model, given.batch) if request.get("facts") else {}
     how = {"devices": request["devices"], "trainer": request["trainer"], "facts": facts}
     with quiet():

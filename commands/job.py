@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import copy
 import importlib
 import inspect
 import logging
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from retime.foundations.torch_private.engine import tree_map
+from retime.foundations.torch_private.engine import tree_leaves, tree_map
 from retime.mechanisms.memory_budget import Gradients
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -153,7 +155,9 @@ def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Given:
         raise ValueError(f"{' '.join(words)!r} names no model: write package.module:function, or give --config FILE")
     (reference,) = words
     model, batch = _called(reference, options.batch)
-    model = model.to(options.device).train()
+    model = model.to(options.device)
+    if not isinstance(model, LightningModule):  # a Trainer leaves frozen parts in the mode that they have
+        model.train()
     return Given(model, _first_batch(batch, options.device), _named_optimizer(options))
 
 
@@ -169,11 +173,19 @@ def _called(reference: str, batch_size: int | None) -> tuple[nn.Module, Any]:
         raise ValueError(f"--batch {batch_size}: {reference} takes no batch_size; add that argument, or drop --batch")
     result = function(**({} if batch_size is None else {"batch_size": batch_size}))
     if isinstance(result, LightningModule) and is_overridden("train_dataloader", result):
+        result.prepare_data()
+        _set_up(result)
         result = result, result.train_dataloader()
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         kinds = ", ".join(type(one).__name__ for one in (result if isinstance(result, tuple) else (result,)))
         raise ValueError(f"{reference} returned ({kinds}): return (model, batch)")
     return result
+
+
+def _set_up(model: LightningModule) -> None:
+    """Call its ``setup`` as a Trainer does, whose later call then does nothing."""
+    model.setup("fit")
+    model.setup = lambda stage: None  # type: ignore[method-assign]
 
 
 def _function(reference: str) -> Callable[..., Any]:
@@ -205,13 +217,26 @@ def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> Given
 
 
 def _first_batch(data: Any, device: torch.device | str) -> Any:
-    """First batch of a LightningDataModule or a loader, on a device; anything else is a batch."""
-    batch = next(iter(data)) if isinstance(data, DataLoader) else data
-    if isinstance(data, LightningDataModule):
+    """First batch of a LightningDataModule or of loaders, on a device; anything else is a batch."""
+    is_module = isinstance(data, LightningDataModule)
+    if is_module:
         data.prepare_data()
         data.setup("fit")
-        batch = next(iter(data.train_dataloader()))
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+        data = data.train_dataloader()
+    if any(isinstance(leaf, DataLoader) for leaf in tree_leaves(data)):  # perhaps several, as Lightning combines them
+        data, *_ = next(iter(CombinedLoader(tree_map(_in_one_process, data), "max_size_cycle")))
+    elif is_module:
+        data = next(iter(data))
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, data)
+
+
+def _in_one_process(loader: Any) -> Any:
+    """Copy of a loader without workers, which a process that is to end with another one may not have."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    alone = copy.copy(loader)
+    alone.num_workers, alone.timeout = 0, 0
+    return alone
 
 
 def _named_optimizer(options: argparse.Namespace) -> Make | None:
@@ -254,9 +279,12 @@ def _lightning_job(given: Given) -> Job:
     """By its own training step, with its own optimizers where it makes some; gradients as the Trainer has them."""
     model = given.model
     assert isinstance(model, LightningModule)
+    if not model.automatic_optimization:
+        raise ValueError(f"{type(model).__name__} has manual optimization: a plan needs automatic optimization")
     steps = _StandIn.estimated_stepping_batches
     with quiet():
         model.trainer = _StandIn(accelerator="cpu", logger=False, barebones=True, max_steps=steps)
+    _set_up(model)
     if is_overridden("configure_model", model):
         model.configure_model()
     optimizers = [given.optimizer(model.parameters())] if given.optimizer else []

@@ -46,6 +46,7 @@ __all__ = [
     "loss_choices",
     "next_sequence_number",
     "queue_callback",
+    "reduction_of",
     "run_backward",
     "saves_any",
     "schema_of",
@@ -195,6 +196,12 @@ with needed_by("out-of-order weight gradients and offloading, which find a layer
 
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 """The number of a node of the graph; those of leaves are larger than any other."""
+
+
+def reduction_of(node: Node) -> int | None:
+    """How the node of a loss of torch adds up: 1 for a mean, 2 for a sum; None for other nodes."""
+    return getattr(node, "_saved_reduction", None)
+
 
 with needed_by("offloading and out-of-order weight gradients, which must not nest in a user's own saved-tensor hooks,"):
     top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks

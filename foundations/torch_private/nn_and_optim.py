@@ -5,7 +5,6 @@ All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldes
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,7 +28,6 @@ __all__ = [
     "forward_hooks",
     "forward_pre_hooks",
     "backward_hooks",
-    "called_module",
     "global_backward_hooks",
     "global_forward_hooks",
     "own_parameters",
@@ -88,19 +86,6 @@ forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attribute(
     _plain, "_forward_hooks", "ScanSequential, which runs no layer by a scan that has hooks,"
 )
 """What ``register_forward_hook`` put on a module."""
-
-
-def called_module(forward: object) -> nn.Module | None:
-    """The module whose call runs this object, its ``forward`` attribute; asked inside of the object's ``__call__``.
-
-    A shallow copy of a module has the same attribute; torch calls it without saying whose it is.
-
-    Returns:
-        The module; None: the object is called by itself.
-    """
-    owner = sys._getframe(2).f_locals.get("self")
-    return owner if isinstance(owner, nn.Module) and vars(owner).get("forward") is forward else None
-
 
 own_parameters: Callable[[nn.Module], dict[str, Any]] = attribute(
     _plain, "_parameters", "out-of-order weight gradients, to put stand-ins in a layer's parameters' places,"

@@ -150,7 +150,7 @@ class FirstBatch:
                 names=self._place.names,
             )
             weights = replace(weights, certificate=self._place.agreed(weights.certificate))
-        with self._no_trace(batch), torch.no_grad():
+        with self._no_trace(batch):
             seed_all(FIRST_SEED)
             untouched = _next_numbers()
             seeded(step, parts[0])

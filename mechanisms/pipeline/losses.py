@@ -30,6 +30,7 @@ from retime.foundations.parts import (
     split_batch,
 )
 from retime.foundations.preserve_state import preserve_state, reachable_tensors, seed_all
+from retime.foundations.torch_private.engine import reduction_of
 from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.checks import LayerResults, PipelineError
 
@@ -350,7 +351,7 @@ def operations_of(loss: Tensor) -> Counter[str]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        name, reduction = node.name().partition("Backward")[0], getattr(node, "_saved_reduction", None)
+        name, reduction = node.name().partition("Backward")[0], reduction_of(node)
         if name not in _VIEWS:
             names[name if reduction is None else f"{name} with reduction {reduction}"] += 1
         waiting += [following for following, _ in node.next_functions]

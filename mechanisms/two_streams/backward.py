@@ -442,9 +442,7 @@ class TwoStreamBackward:
         size_bytes: int,
     ) -> bool:
         """In the backward pass: give a weight gradient to the sub-stream, unless it has to stay in order."""
-        if layer.why_in_order is not None or torch.is_anomaly_enabled():
-            return False
-        if dispatch_mode_count() and not has_streams(self._device):
+        if layer.why_in_order is not None or (dispatch_mode_count() and not has_streams(self._device)):
             return False
         hooks = layer.hooks(parameters)
         if hooks is not None:

@@ -37,14 +37,13 @@ from retime.foundations.torch_private.engine import (
 )
 from retime.foundations.torch_private.nn_and_optim import (
     backward_hooks,
-    called_module,
     forward_hooks,
     forward_pre_hooks,
     global_backward_hooks,
     global_forward_hooks,
 )
 from retime.foundations.torch_private.tensors import version_of
-from retime.mechanisms.two_streams.layers import COMPILED, SEVERAL_USES, SplitLayer
+from retime.mechanisms.two_streams.layers import COMPILED, SEVERAL_USES, SplitLayer, called_module
 from retime.mechanisms.two_streams.static_code import NotStaticError, StaticCode, Watch, are_own, uses_of
 
 LEAST_LAYERS = 2

@@ -6,6 +6,7 @@ one ``torch.autograd.Function``, whose backward pass computes the output gradien
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import cache
@@ -24,12 +25,7 @@ from retime.foundations.torch_private.engine import (
     top_saved_tensors_hooks,
     will_execute,
 )
-from retime.foundations.torch_private.nn_and_optim import (
-    backward_hooks,
-    called_module,
-    global_backward_hooks,
-    own_parameters,
-)
+from retime.foundations.torch_private.nn_and_optim import backward_hooks, global_backward_hooks, own_parameters
 from retime.foundations.torch_private.tensors import base_of, post_accumulate_hooks, tensor_hooks, unsafe_view
 from retime.mechanisms.two_streams.sub_stream import SubStreamFusion
 
@@ -45,6 +41,7 @@ COMPILED = "it is compiled or scripted"
 REPLACED = "its forward or _conv_forward method was replaced"
 SEVERAL_USES = "its parameters get gradients from several places, which would add up in another order"
 GRAPH = "its gradients were differentiated themselves (create_graph=True), which uses its parameters in several places"
+ANOMALY = "anomaly detection looks at each gradient, on the calling thread"
 HOOKS = "its parameters have hooks, which run after their gradient"
 BACKWARD_HOOKS = "it, or a module around it, has backward hooks, which may read its gradients"
 NOT_SPLIT = (
@@ -146,6 +143,18 @@ def _adds_bias_at_once(dimensions: int, is_contiguous: bool) -> bool:
     x = torch.zeros((2,) * dimensions)
     y = torch.nn.functional.linear(x if is_contiguous else x.transpose(0, 1), torch.zeros(2, 2), torch.zeros(2))
     return base_of(y) is not None
+
+
+def called_module(forward: object) -> nn.Module | None:
+    """The module whose call runs this object, its ``forward`` attribute; asked inside of the object's ``__call__``.
+
+    A shallow copy of a module has the same attribute; torch calls it without saying whose it is.
+
+    Returns:
+        The module, the ``self`` of the frame that calls; None: the object is called by itself.
+    """
+    owner = sys._getframe(2).f_locals.get("self")
+    return owner if isinstance(owner, nn.Module) and vars(owner).get("forward") is forward else None
 
 
 class SplitLayer:
@@ -307,6 +316,8 @@ class SplitLayer:
 
     def hooks(self, parameters: Parameters) -> str | None:
         """Return which hooks wait for the gradients of the layer's parameters, as a reason; None: no hooks do."""
+        if torch.is_anomaly_enabled():
+            return ANOMALY
         if self._looks:
             return None
         if any(p is not None and (tensor_hooks(p) or _has_others_hooks(p)) for p in parameters):

@@ -56,8 +56,9 @@ def warn_of_gradient_hooks(module: LightningModule, trainer: Trainer) -> None:
     names = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
     own = (*names, "configure_gradient_clipping", "clip_gradients")
     hooks = [f"{type(module).__name__}.{name}" for name in own if is_overridden(name, module)]
-    step = type(module).optimizer_step
-    if any(name == "grad" or "clip_grad_" in name or "grad_norm" in name for name in step.__code__.co_names):
+    code = getattr(type(module).optimizer_step, "__code__", None)
+    used = () if code is None else code.co_names
+    if any(name == "grad" or "clip_grad_" in name or "grad_norm" in name for name in used):
         hooks.append(f"{type(module).__name__}.optimizer_step")
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for one in callbacks:
@@ -168,7 +169,7 @@ class KeptAttributes:
 def _contents_of(value: Any) -> Iterator[Any]:
     """What changes where code writes into a tensor, an array or a collection, and not the attribute."""
     if isinstance(value, Tensor):
-        yield version_of(value)
+        yield 0 if value.is_inference() else version_of(value)
     elif isinstance(value, np.ndarray):
         yield value.tobytes()
     elif isinstance(value, dict):

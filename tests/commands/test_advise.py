@@ -257,6 +257,23 @@ def test_one_device(tmp_path: Path) -> None:
     assert row["why"] == "it needs two ranks: give --devices 2"
 
 
+def test_memory_that_nothing_fits_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "--memory", "1MiB")
+    said = capsys.readouterr().out
+    assert "Nothing that was measured fits into 1 MiB: retime plan says" in " ".join(said.split())
+    assert said.splitlines()[-1] == "retime plan"
+
+
+def test_the_step_as_it_is_is_compared_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path)
+    assert "strongest plain step: 1.98 times the speed of the step as it is" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    Fake.times = {"fused_optimizer": 5.0}
+    run(tmp_path)
+    assert "plain step, 3.96 times that of the step as it is" in " ".join(capsys.readouterr().out.split())
+
+
 def test_memory_bounds_what_is_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Fake.times = {"fused_optimizer": 8.0, f"budget {40 * MIB}": 12.0}
     Fake.peaks = {f"budget {40 * MIB}": 39 * MIB}

@@ -26,6 +26,7 @@ import os
 import time
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 BATCH = torch.randn(8, 16), torch.zeros(8, dtype=torch.long)
@@ -48,6 +49,36 @@ class Small(LightningModule):
 class Loads(Small):
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*BATCH), batch_size=8)
+
+class Awkward(Small):
+    def __init__(self):
+        super().__init__()
+        torch.set_num_threads(2)
+        self.frozen = nn.BatchNorm1d(16).requires_grad_(False).eval()
+        self.phase = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+    def prepare_data(self):
+        self.rows = torch.utils.data.TensorDataset(*BATCH)
+
+    def setup(self, stage):
+        self.scale = len(self.rows)
+
+    def train_dataloader(self):
+        return {"a": torch.utils.data.DataLoader(self.rows, batch_size=8, num_workers=1)}
+
+    def training_step(self, batch, batch_idx):
+        assert not self.frozen.training
+        assert torch.get_num_threads() == 1
+        inputs, labels = batch["a"]
+        return self.scale * nn.functional.cross_entropy(self.net(self.frozen(inputs)), labels) + self.phase.abs().sum()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_callbacks(self):
+        return ModelCheckpoint(every_n_train_steps=1)
 
 class Fails(Small):
     def training_step(self, batch, batch_idx):
@@ -101,6 +132,15 @@ def test_a_process_trains_in_turns(folder: Path) -> None:
         (lane,) = running.steps(limit, 2, spans=True)["spans"]
         assert [[name for name, _, _ in step] for step in lane][-1][:2] == ["forward", "backward"]
         assert len(running.steps(limit, 3, threads=2, fused=False)["ms"]) == 3
+
+
+def test_modules_as_lightning_takes_them(folder: Path) -> None:
+    """Loaders by name with workers, hooks, schedules of few steps, frozen parts, threads of its own, checkpoints."""
+    request, limit = request_of("Awkward") | {"fused": False}, Limit(limit_s(60))
+    with closing(Running(serve, request, None, 1, limit)) as running:
+        assert not running.first["has_fused"]  # torch's kernel takes no complex numbers
+        assert len(running.steps(limit, 5)["ms"]) == 5
+    assert not [*folder.rglob("*.ckpt")]
 
 
 def test_layers_of_a_class_are_timed_alone(folder: Path) -> None:

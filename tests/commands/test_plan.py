@@ -521,6 +521,23 @@ def test_a_loader_is_taken_for_its_first_batch_and_a_lacking_optimizer_is_told(
     assert "barebones" not in errors
 
 
+class Manual(Net):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def manual() -> tuple[nn.Module, Any]:
+    return Manual(), samples()
+
+
+def test_manual_optimization_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, errors = run(capsys, f"{__name__}:manual")
+    assert "Manual has manual optimization: a plan needs automatic optimization" in errors
+
+
 def test_without_the_recipes_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -179,7 +179,12 @@ IN_ORDER = frozenset(
         *("compiled_submodule", "optimizer_sparse_adam", "parameters_tied"),  # no layer that is split
         *("module_called_three_times", "two_forwards_one_loss", "weights_in_the_loss", "gradient_penalty"),
         *("activation_checkpointing", "activation_checkpointing_reentrant"),
-        *("tensor_hooks", "accumulation_hooks_before_the_fit", "accumulation_hooks_at_train_start"),
+        *(
+            "anomaly_detection",
+            "tensor_hooks",
+            "accumulation_hooks_before_the_fit",
+            "accumulation_hooks_at_train_start",
+        ),
     }
 )
 FEW = (

@@ -21,6 +21,15 @@ def _in_backward(act, **options):
     return seen
 
 
+@canary("reduction_of", breaks="the pipeline's look at losses, of which a mean may become a sum")
+def test_reductions_of_losses_are_told() -> None:
+    x = torch.ones(2, requires_grad=True)
+    for number, reduction in enumerate(("none", "mean", "sum")):
+        for loss in (F.mse_loss(x, 2 * x.detach(), reduction=reduction), F.huber_loss(x, x.detach(), reduction)):
+            assert engine.reduction_of(loss.grad_fn) == number  # type: ignore[arg-type]
+    assert engine.reduction_of((2 * x).grad_fn) is None  # type: ignore[arg-type]
+
+
 @canary("graph_task_id", breaks="offloading, which must not offload what a backward pass recomputes,")
 def test_offloading_tells_backward_passes_apart():
     assert engine.graph_task_id() == -1

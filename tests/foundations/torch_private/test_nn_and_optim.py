@@ -1,6 +1,5 @@
 """Canaries of the private names of layers, optimizers, torch.compile and DDP: see ``private_canaries``."""
 
-import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizer_hooks
@@ -81,25 +80,6 @@ def test_scripted() -> None:
     module = torch.jit.trace(nn.ReLU(), torch.ones(1))
     assert [type(function), type(module.forward)] == list(nn_and_optim.SCRIPTED)
     assert all("__call__" in vars(one) for one in nn_and_optim.SCRIPTED)
-
-
-@canary("called_module", breaks="shallow copies of layers on two streams, which would run the original's weights")
-def test_called_module() -> None:
-    owners: list[nn.Module | None] = []
-
-    class Forward:
-        def __call__(self, x: Tensor) -> Tensor:
-            owners.append(nn_and_optim.called_module(self))
-            return x
-
-    layer: Any = nn.Linear(1, 1)
-    layer.forward = Forward()
-    copied = copy.copy(layer)
-    copied(layer(torch.ones(1)))
-    layer.register_forward_hook(lambda *_: None)
-    layer(torch.ones(1))
-    layer.forward(torch.ones(1))
-    assert owners == [layer, copied, layer, None]
 
 
 @canary("own_parameters", breaks="out-of-order weight gradients' stand-ins")

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from retime import fuse_optimizer
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.mechanisms.two_streams import TwoStreamBackward, TwoStreamReport
+from retime.mechanisms.two_streams.layers import called_module
 
 STEPS = 5
 WIDTH = 12
@@ -170,14 +171,12 @@ ALL_BESIDE = {
     "retained graph": (twice, LAYERS * (2 * STEPS - 1)),
     "two losses of one graph": (two_losses, LAYERS * (2 * STEPS - 1)),
     "evaluation": (evaluated, LAYERS * (STEPS - 1)),
-    "anomaly mode": (in_anomaly_mode, 0),
     "scaler": (scaled, LAYERS * (STEPS - 1)),
     "a layer that thaws": (frozen_and_thawed, (LAYERS - 1) * (STEPS - 1) + STEPS - 3),
     "weights written between steps": (weights_written_between, LAYERS * (STEPS - 1)),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("name", ALL_BESIDE)
 def test_what_goes_beside(name: str) -> None:
     step, count = ALL_BESIDE[name]
@@ -271,6 +270,13 @@ def test_a_linear_layer_whose_weight_is_written_into_and_whose_input_needs_no_gr
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode_is_plain_and_says_so() -> None:
+    with pytest.warns(NoEffectWarning, match="3 in order because anomaly detection looks at each gradient"):
+        report = both(in_anomaly_mode)
+    assert (report.layers, beside(report)) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_mode_finds_a_weight_gradient_that_is_no_number() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
         with torch.autograd.set_detect_anomaly(index == STEPS - 1):
@@ -299,6 +305,24 @@ def test_an_input_whose_cast_is_shared() -> None:
 
     both(step, make)
     assert all(map(torch.equal, kept[:STEPS], kept[STEPS:]))  # type: ignore[arg-type]
+
+
+def test_called_module() -> None:
+    owners: list[nn.Module | None] = []
+
+    class Forward:
+        def __call__(self, x: Tensor) -> Tensor:
+            owners.append(called_module(self))
+            return x
+
+    layer: Any = nn.Linear(1, 1)
+    layer.forward = Forward()
+    copied = copy.copy(layer)
+    copied(layer(torch.ones(1)))
+    layer.register_forward_hook(lambda *_: None)
+    layer(torch.ones(1))
+    layer.forward(torch.ones(1))
+    assert owners == [layer, copied, layer, None]
 
 
 @pytest.mark.filterwarnings("ignore:two streams have no effect")
