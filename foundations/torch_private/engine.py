@@ -199,7 +199,7 @@ sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 
 
 def reduction_of(node: Node) -> int | None:
-    """How the node of a loss of torch adds up: 1 for a mean, 2 for a sum; None for other nodes."""
+    """Reduction of a node that is a loss of torch: 1 for a mean, 2 for a sum; None for other nodes."""
     return getattr(node, "_saved_reduction", None)
 
 

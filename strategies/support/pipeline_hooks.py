@@ -167,7 +167,7 @@ class KeptAttributes:
 
 
 def _contents_of(value: Any) -> Iterator[Any]:
-    """What changes where code writes into a tensor, an array or a collection, and not the attribute."""
+    """Yield what changes where code writes into a tensor, an array or a collection, and not the attribute."""
     if isinstance(value, Tensor):
         yield 0 if value.is_inference() else version_of(value)
     elif isinstance(value, np.ndarray):
