@@ -515,10 +515,11 @@ class OpaqueCalls:
 
     def __init__(self) -> None:
         if not OpaqueCalls._held:
-            OpaqueCalls._plain = [(one, "__call__", one.__call__) for one in SCRIPTED]
-            OpaqueCalls._plain.append((nn.Parameter, "__new__", nn.Parameter.__new__))
-            for owner, name, plain in OpaqueCalls._plain:
-                setattr(owner, name, _settling_arguments(plain))
+            names = [*((one, "__call__") for one in SCRIPTED), (nn.Parameter, "__new__")]
+            OpaqueCalls._plain = [(owner, name, vars(owner)[name]) for owner, name in names]
+            for owner, name in names:
+                first = _settling_arguments(getattr(owner, name))
+                setattr(owner, name, staticmethod(first) if name == "__new__" else first)
         OpaqueCalls._held += 1
         self.remove = weakref.finalize(self, OpaqueCalls._let_go)
 
