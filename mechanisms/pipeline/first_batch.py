@@ -321,6 +321,7 @@ class FirstBatch:
             positions,
             needs_gradient,
             profile.writes,
+            is_finite=bool(loss_of(profile.output).detach().isfinite()),
         )
         self._divide(spread, {stage: graph.leaves for stage, graph in graphs.items()})
         return spread

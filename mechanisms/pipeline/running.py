@@ -284,6 +284,7 @@ class PipelineState:
         reads: kinds of those, by stage and shapes of a micro-batch.
         stage_parameters: by stage, the trainable parameters that only it uses.
         late: this rank's parameters that several stages use.
+        is_finite: the loss was, where all layers were on each rank.
         loss_operations: that lead to the loss of the first micro-batch, on the rank of the last stage.
         has_warned: of others.
         outside: names of the parameters in front of the layers and behind them.
@@ -306,6 +307,7 @@ class PipelineState:
     reads: dict[tuple[int, Shapes], list[TensorSpec]] = field(default_factory=dict)
     stage_parameters: dict[int, list[Tensor]] = field(default_factory=dict)
     late: list[Tensor] = field(default_factory=list)
+    is_finite: bool = True
     loss_operations: Counter[str] | None = None
     has_warned: bool = False
     outside: list[str] = field(default_factory=list)
@@ -468,12 +470,18 @@ class RunningStep:
     def _look_at_operations(self, loss: Tensor) -> None:
         """Say once where a loss is computed by other operations than in the first batch, which alone was examined."""
         spread = self._spread
-        if len(self._weights) == 1 or not loss.requires_grad:
+        if spread.loss_operations is not None and len(self._weights) == 1:
             return
         now = operations_of(loss)
         if spread.loss_operations is None:
             spread.loss_operations = now
-        elif now != spread.loss_operations and not spread.has_warned:
+            if spread.is_finite and not loss.detach().isfinite():
+                raise PipelineError(
+                    f"the loss is {float(loss.detach())} in the first step, and was finite where all layers were on "
+                    "each rank: the step reads weights of layers that lie on other ranks, such as a frozen weight in "
+                    "F.linear(x, self.net[0].weight). Keep a copy of it outside of the layers"
+                )
+        elif loss.requires_grad and now != spread.loss_operations and not spread.has_warned:
             spread.has_warned = True
             changed = sorted(str(name) for name in {**(now - spread.loss_operations), **(spread.loss_operations - now)})
             warn_difference(

@@ -44,6 +44,11 @@ TOLD = {
 }
 BY_LAST = ("reads", "warmsup")
 """What the rank of the last stage tells."""
+ENDS = {
+    "anneals": (0, "refused 'net.0' returns numbers or texts that change (0.5 now), and ranks are sent tensors"),
+    "looksback": (1, "refused the loss is nan in the first step, and was finite where all layers were on each rank"),
+}
+"""What the rank says that ends in the midst of a step."""
 LAST = "skips"
 """Behind it the ranks are of no more use: the first one does not know why the last one ends."""
 
@@ -185,6 +190,18 @@ class Anneals(Classifier):
         return {"loss": nn.functional.cross_entropy(logits, batch[1])}
 
 
+class LooksBack(Classifier):
+    """Reads a frozen weight of its first layer behind the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)  # type: ignore[index]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0]) + self.net[0].weight[0, 0]  # type: ignore[index]
+        return {"loss": nn.functional.cross_entropy(logits, batch[1])}
+
+
 class Skips(Classifier):
     """Has no loss for the third batch."""
 
@@ -237,7 +254,7 @@ def fit_by(habit: str) -> None:
             fit.fit(HABITS[habit](), loader())
         except PipelineError as error:
             print("refused", error)
-            if habit in (LAST, "anneals"):
+            if habit == LAST or habit in ENDS:
                 raise
     for warning in caught:
         if issubclass(warning.category, DifferenceWarning | NoEffectWarning):
@@ -265,9 +282,10 @@ def test_a_batch_cannot_be_skipped(said: list[dict[str, str]]) -> None:
     assert "a pipeline cannot skip batches: return 0 * loss in place of None" in said[1][LAST]
 
 
-def test_a_number_between_layers_cannot_change() -> None:
-    first, _ = run_ranks(2, __file__, "fit_by|anneals", joined=False)
-    assert "refused 'net.0' returns numbers or texts that change (0.5 now), and ranks are sent tensors" in first.stdout
+@pytest.mark.parametrize("habit", ENDS)
+def test_what_only_a_step_shows_is_refused(habit: str) -> None:
+    rank, said = ENDS[habit]
+    assert said in run_ranks(2, __file__, f"fit_by|{habit}", joined=False)[rank].stdout
 
 
 @dataclass
