@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retime.foundations.ddp.comm_hook import Reducer, start_mean
-from retime.foundations.lazy_updates import PendingUpdate, is_pending, unwatchable
+from retime.foundations.lazy_updates import PendingUpdate, gradient_of, is_pending, unwatchable
 from retime.foundations.torch_private.distributed import GradBucket
+from retime.foundations.torch_private.tensors import version_of
 
 # Where DistributedDataParallel keeps each parameter's gradient, learned from the buckets its hook is shown.
 
@@ -165,6 +166,8 @@ class Reduction:
     ) -> None:
         self.parameters = list(parameters)
         self._done, self._check_ranks = done, check_ranks
+        self._seen: list[tuple[Tensor, int]] = []
+        """Gradients whose sums are on their way, and how often each had been written into before."""
 
     def wait(self) -> None:
         """Return when the gradients are complete (on CUDA: when the current stream will see them so)."""
@@ -174,10 +177,18 @@ class Reduction:
             while not came.wait(_ASK_S):
                 self._check_ranks()
         self._done.wait()
+        seen, self._seen = self._seen, []
+        if any(version_of(gradient) != version for gradient, version in seen):
+            raise RuntimeError(
+                "a gradient was changed while its all-reduce was on its way, as by a second backward() without a "
+                "forward pass of the model: call flush() before it, or use cross_iteration=False"
+            )
 
     def watch(self, on_read: Callable[[], None]) -> None:
         """Make whoever reads one of these gradients wait for it; where that cannot be seen, wait now."""
         if not any(map(is_pending, self.parameters)) and not unwatchable(self.parameters):
+            gradients = map(gradient_of, self.parameters)
+            self._seen = [(gradient, version_of(gradient)) for gradient in gradients if gradient is not None]
 
             def wait() -> None:
                 on_read()

@@ -432,6 +432,8 @@ class HostUpdate:
         if self._sums.shared is None:
             return f"ranks do not share memory ({self._sums.note})"
         mine = why_not_separable(self._optimizer) or why_not_this_step(self._optimizer)
+        if mine is None and any(hasattr(self._optimizer, name) for name in ("train", "eval")):  # schedule-free
+            mine = "its train() and eval() read the states of all parameters, of which each rank would have a part"
         return next(filter(None, all_gather_object(mine, self._sums.shared)), None)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:

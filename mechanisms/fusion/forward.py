@@ -108,6 +108,7 @@ class ForwardFusion:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         if not set_to_none or not is_torchs_zero_grad(self._zero_grad.inner):
             self.flush()  # what is written into the gradients now, or read from them, comes after the updates
+            apply_pending(parameters_of(self.optimizer))  # and behind sums that are on their way
         with without_subclass_functions():
             self._zero_grad.inner(*args, **kwargs)
 

@@ -105,10 +105,6 @@ class CrossIterationUpdates(ForwardFusion):
 SUPPORTED_BACKENDS = ("gloo", "nccl")
 
 
-def _nothing() -> None:
-    pass
-
-
 def check_model(model: DistributedDataParallel) -> None:
     """Refuse what cannot be re-ordered, before anything is changed.
 
@@ -439,7 +435,8 @@ class OutOfOrderDataParallel:
         self._slot = comm_hook_of(model)
         self._slot.take(self, "out-of-order data parallel", "remove yours, or use plain DistributedDataParallel")
         self._reducer: Reducer = reducer or OwnGroupsReducer(model.process_group, timeout)
-        check_ranks = self._forget_processes = _nothing
+        check_ranks: Callable[[], None] = lambda: None  # noqa: E731
+        self._forget_processes = check_ranks
         if dist.get_backend(model.process_group) == "gloo":
             processes = RankProcesses(model.process_group)
             check_ranks, self._forget_processes = processes.check, weakref.finalize(self, processes.close)
@@ -548,7 +545,8 @@ class OutOfOrderDataParallel:
         even = not self._joins(self.model)  # a rank that has joined early follows the wrapper's own order
         if synchronised and even:
             self._choose_k()
-        self._passes.splits = synchronised and even and self.k_choice.order_stays_because is None
+        if torch.is_grad_enabled():  # else an earlier forward pass may wait for its backward pass
+            self._passes.splits = synchronised and even and self.k_choice.order_stays_because is None
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if not self._expects_loss:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,43 @@ def test_two_forward_passes_and_one_backward_pass() -> None:
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
     assert_same(*weights[:2])
     assert_same(*weights[1:])
+
+
+def odd_loop(ours: bool, odd: str) -> list[Tensor]:
+    """Weights of steps with something between their passes, where one rank is late."""
+    layers = [one for one in network() if not isinstance(one, nn.BatchNorm1d)]  # whose buffers are a collective's
+    model = DistributedDataParallel(nn.Sequential(*layers), gradient_as_bucket_view=True, bucket_cap_mb=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    ooo = OutOfOrderDataParallel(model, optimizer, k=4) if ours else None
+    generator = torch.Generator().manual_seed(RANK)
+    for step in range(7):
+        loss = model(torch.randn(6, 8, generator=generator)).square().mean()
+        penalty = sum(p.abs().sum() for p in model.parameters()) * 0.01
+        if odd == "samples" and RANK == 0 and step > 3:
+            with torch.no_grad():
+                model(torch.ones(2, 8))
+        time.sleep(0.05 * RANK)
+        loss.backward()
+        if odd == "penalty":
+            penalty.backward()
+        if odd != "skips" or step != 3:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    if ooo is not None:
+        ooo.remove()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@on_ranks(2)
+def test_what_comes_between_the_passes() -> None:
+    for odd in ("skips", "samples"):
+        assert_same(odd_loop(False, odd), odd_loop(True, odd))
+
+
+@on_ranks(2)
+def test_a_second_backward_pass_that_changes_sums_on_their_way() -> None:
+    with pytest.raises(RuntimeError, match="a gradient was changed while its all-reduce was on its way"):
+        odd_loop(True, "penalty")
 
 
 @on_ranks(2)
