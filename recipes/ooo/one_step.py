@@ -67,7 +67,7 @@ class NotedKernels:
 
     def __init__(self, kernels: Any, loop: Loop) -> None:
         self._kernels, self._loop = kernels, loop
-        self.forward = kernels.forward
+        self.forward, self.arguments = kernels.forward, kernels.arguments
 
     def output_gradient(self, *arguments: Any) -> Any:
         return self._loop.notes.run(OUTPUT, self._kernels.output_gradient, *arguments)
