@@ -288,7 +288,7 @@ def warn_of_parts(model: nn.Module, microbatches: int) -> None:
             f"{norms[0]!r} and other BatchNorm layers take their statistics from micro-batches under a pipeline, so "
             "training differs from that on one device: use microbatches=1, or another normalisation"
         )
-    drops = [name for name, one in model.named_modules() if isinstance(one, _DROPOUT) and one.p]
+    drops = dropouts_in(model)
     if drops:
         warn_difference(f"{drops[0]!r} and other dropout layers draw other masks under a pipeline than on one device")
     tables = [name for name, one in model.named_modules() if getattr(one, "scale_grad_by_freq", False)]
@@ -299,9 +299,9 @@ def warn_of_parts(model: nn.Module, microbatches: int) -> None:
         )
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """Return whether :func:`warn_of_parts` says that random numbers are others."""
-    return any(isinstance(one, _DROPOUT) and one.p for one in model.modules())
+def dropouts_in(model: nn.Module) -> list[str]:
+    """Return the names of dropout layers, of whose random numbers :func:`warn_of_parts` tells."""
+    return [name for name, one in model.named_modules() if isinstance(one, _DROPOUT) and one.p]
 
 
 def warn_of_gradient_hooks(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from retime.foundations.parts import leaves_of, loss_of, tensors_of
 from retime.foundations.preserve_state import preserve_state, reachable_tensors, seed_all
 from retime.foundations.weight_gradients import SMALL, SplitBackward
 from retime.mechanisms.pipeline.calls import LayerInterceptors, Returned, SuspendedCall, Workers
-from retime.mechanisms.pipeline.checks import PipelineError, all_gather_object, broadcast, has_dropout, messages_of
+from retime.mechanisms.pipeline.checks import PipelineError, all_gather_object, broadcast, dropouts_in, messages_of
 from retime.mechanisms.pipeline.layers import FIRST_SEED, LayerList, LayerProfile, profile_layers
 from retime.mechanisms.pipeline.losses import LossWeight, LossWeights, look_at_losses
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel
@@ -155,7 +155,7 @@ class FirstBatch:
             untouched = _next_numbers()
             seeded(step, parts[0])
             draws = _next_numbers() != untouched
-        if draws and not has_dropout(self._model):
+        if draws and not dropouts_in(self._model):
             warn_difference("training_step draws random numbers: under a pipeline they are others than on one device")
         with self._no_trace(batch):
             profile = profile_layers(
