@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.parts.split import batch_size_of, leaves_of, map_leaves, tensors_of
-from retime.foundations.storages import has_storage
+from retime.foundations.storages import has_storage, tensors_in
 from retime.foundations.torch_private.nn_and_optim import BatchNormBase, own_buffers
 
 _SAME_SUM = 1e-5
@@ -217,9 +218,11 @@ class Certificate:
         alternatives: further weightings, of other terms of the loss, which have to weigh the parts of a batch alike:
             :func:`loss_weights` compares them on every batch.
         outputs: how each scalar that the step returns, by place (``output['loss']``), adds up from parts.
+        told: places of those of which the operations behind them told it.
         unclear: places of the scalars for which no way to add them up was found.
         examples: the scalars themselves, for callers that combine several of them.
         notes: what else a user should know.
+        drawn: random numbers that are none of single samples, and what to change; empty where there are none.
         constants: the weights follow from what the step itself compares entries of the batch with.
         sizes: of the batches, in samples, with which the step is known to do the same.
         reads: the numbers that the probed step read from tensors, in order; None where it read something else.
@@ -233,9 +236,11 @@ class Certificate:
     samples: int = 0
     alternatives: tuple[Weighting, ...] = ()
     outputs: Mapping[str, Weighting] = field(default_factory=dict)
+    told: frozenset[str] = frozenset()
     unclear: tuple[str, ...] = ()
     examples: tuple[Example, ...] = ()
     notes: tuple[str, ...] = ()
+    drawn: str = ""
     constants: bool = False
     sizes: frozenset[int] = field(default=frozenset(), compare=False)
     reads: tuple[bool | int | float | None, ...] = field(default=(), repr=False, compare=False)
@@ -352,7 +357,11 @@ def combined(
     Raises:
         ValueError: the parts' outputs differ in structure.
     """
-    tables = [dict(leaves_of(output, "output")) for output in outputs]
+    kinds: list[Callable[[Any], bool]] = [partial(_is_list_of_samples, samples=size) for size in samples]
+    tables = [dict(leaves_of(output, "output", kind)) for output, kind in zip(outputs, kinds, strict=True)]
+    if any(table.keys() != tables[0].keys() for table in tables):  # a list of something else, as long by chance
+        kinds = [lambda _: False] * len(kinds)
+        tables = [dict(leaves_of(output, "output")) for output in outputs]
 
     def join(place: str, _: Any) -> Any:
         try:
@@ -363,7 +372,16 @@ def combined(
             return whole[place]
         return _joined(leaves, samples, weights_of(place) if _is_scalar(leaves[0]) else ())
 
-    return map_leaves(outputs[0], join, "output")
+    return map_leaves(outputs[0], join, "output", kinds[0])
+
+
+def _is_list_of_samples(value: Any, samples: int) -> bool:
+    """Return whether a list has one entry a sample, with tensors that have none: boxes of each image, say."""
+    return (
+        type(value) in (list, tuple)
+        and len(value) == samples
+        and any(one.dim() and not has_entries(one, samples) for one in tensors_in(value))
+    )
 
 
 def combined_scalar(values: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -396,6 +414,11 @@ def _joined(leaves: list[Any], samples: Sequence[int], weights: Sequence[float])
         if all(leaf.shape[0] == size for leaf, size in zip(leaves, samples, strict=True)):
             return torch.cat(leaves)
         return leaves
+    if all(
+        type(leaf).__module__ == "numpy" and leaf.shape[:1] == (size,)
+        for leaf, size in zip(leaves, samples, strict=True)
+    ):
+        return sys.modules["numpy"].concatenate(leaves)
     if all(isinstance(leaf, list | tuple) and len(leaf) == size for leaf, size in zip(leaves, samples, strict=True)):
         return type(leaves[0])(entry for leaf in leaves for entry in leaf)
     plain = isinstance(leaves[0], str | bytes | bool)

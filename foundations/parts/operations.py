@@ -440,7 +440,7 @@ def record_altered(
         except Exception as error:
             if not altered.checked(error):
                 yield None
-    for texts, of_batch in _other_texts(batch) if samples is None else ():
+    for texts, of_batch in _other_lengths(batch) if samples is None else ():
         try:
             yield record(step, texts, **further)
         except Exception:
@@ -448,25 +448,42 @@ def record_altered(
                 yield None
 
 
-def _other_texts(batch: Any) -> Iterator[tuple[Any, bool]]:
-    """The batch with the shortest, the longest, and one twice as long, which is none of its texts, in place of all."""
+def _other_lengths(batch: Any) -> Iterator[tuple[Any, bool]]:
+    """The batch with the shortest, the longest, and one twice as long, which is none of its own, in place of all.
+
+    Of texts, and of lists and dictionaries of lists, where each sample has one.
+    """
     samples = samples_in(batch)
 
-    def is_text(leaf: Any) -> bool:
-        return isinstance(leaf, list | tuple) and len(leaf) == samples and all(isinstance(t, str | bytes) for t in leaf)
+    def has_lengths(leaf: Any) -> bool:
+        kinds = (str, bytes, list, tuple, dict)
+        return isinstance(leaf, list | tuple) and len(leaf) == samples and all(isinstance(one, kinds) for one in leaf)
 
     for choose, times in ((min, 1), (max, 1), (max, 2)):
         others: list[Any] = []
 
         def change(_: str, leaf: Any, choose: Any = choose, times: int = times, others: list[Any] = others) -> Any:
-            if not is_text(leaf):
+            if not has_lengths(leaf):
                 return leaf
             others.append(leaf)
-            return type(leaf)([choose(leaf, key=len) * times] * len(leaf))
+            return type(leaf)([_longer(choose(leaf, key=_length), times)] * len(leaf))
 
         changed = map_leaves(batch, change)
         if others:
             yield changed, times == 1
+
+
+def _length(entry: Any) -> int:
+    lists = (
+        [value for value in entry.values() if isinstance(value, list | tuple)] if isinstance(entry, dict) else [entry]
+    )
+    return sum(map(len, lists))
+
+
+def _longer(entry: Any, times: int) -> Any:
+    if isinstance(entry, dict):
+        return {key: value * times if isinstance(value, list | tuple) else value for key, value in entry.items()}
+    return entry * times
 
 
 _ALTERED_ALONE = 4

@@ -69,14 +69,7 @@ def batch_size_of(batch: Any) -> int:
     if len(path_of_size) > 1:
         text = ", ".join(f"{path} has {size}" for size, path in reversed(path_of_size.items()))
         raise ValueError(f"tensors of this batch disagree on the number of samples ({text}): {_HOOK}")
-    samples = next(iter(path_of_size), 1)
-    for path, leaf in leaves_of(batch):
-        if _is_flat(leaf) and len(leaf) == samples > 1 and not _is_one_a_sample(leaf, samples):
-            raise ValueError(
-                f"{path} is a {type(leaf).__name__} of {samples} entries in a batch of {samples} samples: one entry a "
-                f"sample, or the same for all? Make it a tensor, or {_HOOK}"
-            )
-    return samples
+    return next(iter(path_of_size), 1)
 
 
 def split_batch(batch: Any, sub_batch: int) -> list[Any]:
@@ -97,12 +90,21 @@ def split_batch(batch: Any, sub_batch: int) -> list[Any]:
 
 
 def part_of(batch: Any, which: slice | Tensor, samples: int) -> Any:
-    """The chosen samples of a batch of ``samples``: a slice gives views, a tensor of indices copies."""
+    """The chosen samples of a batch of ``samples``: a slice gives views, a tensor of indices copies.
 
-    def cut(_: str, leaf: Any) -> Any:
+    Raises:
+        ValueError: a list of numbers has as many entries as there are samples, and may be one a sample or for all.
+    """
+
+    def cut(path: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples:
             return leaf[which] if isinstance(which, slice) else leaf[which.to(leaf.device)]
         if not _is_one_a_sample(leaf, samples):
+            if _is_flat(leaf) and len(leaf) == samples > 1:
+                raise ValueError(
+                    f"{path} is a {type(leaf).__name__} of {samples} entries in a batch of {samples} samples: one "
+                    f"entry a sample, or the same for all? Make it a tensor, or {_HOOK}"
+                )
             return leaf
         if not _is_flat(leaf):  # an array
             return leaf[which if isinstance(which, slice) else which.tolist()]
@@ -121,18 +123,20 @@ def tensors_of(batch: Any, path: str = "batch") -> dict[str, Tensor]:
     return {place: leaf for place, leaf in leaves_of(batch, path) if isinstance(leaf, Tensor)}
 
 
-def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str = "batch") -> Any:
+def map_leaves(
+    value: Any, change: Callable[[str, Any], Any], path: str = "batch", is_leaf: Callable[[Any], bool] = lambda _: False
+) -> Any:
     """A copy of a nested value with each leaf replaced by ``change(place, leaf)``; the leaves stay where they were.
 
-    Leaves are tensors, whatever is no container, and lists or tuples without tensors.
+    Leaves are tensors, whatever is no container, lists or tuples without tensors, and what ``is_leaf`` says.
 
     Raises:
         ValueError: a container cannot be rebuilt.
     """
-    children = _children(value, path)
+    children = None if is_leaf(value) else _children(value, path)
     if children is None:
         return change(path, value)
-    changed = [map_leaves(child, change, place) for place, _, child in children]
+    changed = [map_leaves(child, change, place, is_leaf) for place, _, child in children]
     try:
         return _rebuild(value, [key for _, key, _ in children], changed)
     except (TypeError, AttributeError, ValueError) as error:
@@ -167,14 +171,16 @@ def replaced_tensors(batch: Any, change: Callable[[Tensor], Tensor], depth: int 
     return map_leaves(batch, leaf)
 
 
-def leaves_of(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+def leaves_of(
+    value: Any, path: str = "batch", is_leaf: Callable[[Any], bool] = lambda _: False
+) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a nested value with their places, as :func:`map_leaves` has them."""
-    children = _children(value, path)
+    children = None if is_leaf(value) else _children(value, path)
     if children is None:
         yield path, value
     else:
         for place, _, child in children:
-            yield from leaves_of(child, place)
+            yield from leaves_of(child, place, is_leaf)
 
 
 def _children(value: Any, path: str) -> list[tuple[str, Any, Any]] | None:

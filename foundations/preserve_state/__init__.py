@@ -13,6 +13,7 @@ from retime.foundations.preserve_state.stand_ins import (
     why_not_replaced,
 )
 from retime.foundations.preserve_state.state import (
+    LARGE_BYTES,
     CompiledCode,
     SavedState,
     nothing_compiled,
@@ -26,6 +27,7 @@ from retime.foundations.preserve_state.state import (
 
 __all__ = [
     "CompiledCode",
+    "LARGE_BYTES",
     "DryMode",
     "ObserverMode",
     "ExternalTensors",

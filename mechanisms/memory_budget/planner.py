@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -21,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.lazy_updates import is_compiled
-from retime.foundations.messages import parse_bytes
+from retime.foundations.messages import parse_bytes, warn_difference
 from retime.foundations.parts import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part, split_batch
 from retime.foundations.preserve_state import (
     ExternalTensors,
@@ -256,7 +257,7 @@ class StepPlanner:
             return Certificate(None, self.whole_because)
         (begin or partial(self.options.say, PROBING))()
         with self.trying_out(), preserve_state(self.model, step):
-            return certify(
+            certificate = certify(
                 step,
                 batch,
                 self.model,
@@ -267,6 +268,9 @@ class StepPlanner:
                 samples=samples,
                 read_only=plain is not None and not plain.trace.writes_parameters,
             )
+        if certificate.drawn:
+            warn_difference(f"under a memory budget {certificate.drawn}")
+        return certificate
 
     def check_sizes(self, step: Step, batch: Any, certificate: Certificate, sizes: Collection[int]) -> Certificate:
         """The same certificate, if batches of these sizes do what the probed samples do."""
@@ -301,9 +305,11 @@ class StepPlanner:
             self.model,
             batch,
             samples,
-            loss=step,
+            loss=lambda part: step(copy(part) if isinstance(part, MutableMapping) else part),  # it may pop its labels
             optimizers=self.optimizers,
-            split=lambda whole, first, last: dry_part(whole, first, last, self.options.split),
+            split=lambda whole, first, last: (
+                whole if samples == 1 else dry_part(whole, first, last, self.options.split)
+            ),
             gradients=self.gradients,
             buckets=self.options.buckets,
             reduction_bytes=self.reduction_bytes,

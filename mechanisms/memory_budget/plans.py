@@ -103,14 +103,22 @@ Key = tuple[Any, ...]
 class BatchRecord:
     """A batch that comes now, with what decides which plan it runs under.
 
+    Args:
+        whole: it is never cut, so that it counts as one sample where nobody can tell how many there are.
+
     Attributes:
         key: everything of its shape but how many samples it has, and the model as it is.
         sizes: bytes of each of its tensors.
     """
 
-    def __init__(self, batch: Any, model: nn.Module, gradients: str, split: Split) -> None:
+    def __init__(self, batch: Any, model: nn.Module, gradients: str, split: Split, *, whole: bool = False) -> None:
         self.batch, self.key = batch, key_of(batch, model, gradients)
-        self.samples, self.sizes = samples_in(batch, split), sizes_of(batch)
+        self.samples, self.sizes = 1, sizes_of(batch)
+        try:
+            self.samples = samples_in(batch, split)
+        except ValueError:
+            if not whole:
+                raise
 
     @property
     def name(self) -> str:

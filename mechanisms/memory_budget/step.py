@@ -277,4 +277,5 @@ class BudgetedStep:
         self.host.close()
 
     def _record(self, batch: Any) -> BatchRecord:
-        return BatchRecord(batch, self.model, self._planner.gradients, self._options.split)
+        options = self._options
+        return BatchRecord(batch, self.model, self._planner.gradients, options.split, whole=not options.sub_batches)

@@ -11,13 +11,14 @@ Only one sub-batch's activations live at a time, so memory goes with ``sub_batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from retime.foundations.messages import warn_difference
 from retime.foundations.parts import (
     Certificate,
     NotSeparableError,
@@ -32,7 +33,7 @@ from retime.foundations.parts import (
     samples_in,
     split_batch,
 )
-from retime.foundations.preserve_state import CompiledCode, random_state, set_random_state
+from retime.foundations.preserve_state import LARGE_BYTES, CompiledCode, random_state, set_random_state
 from retime.foundations.storages import tensors_in
 from retime.foundations.torch_private.nn_and_optim import own_buffers
 from retime.mechanisms.memory_budget.dry_run import EVERYTHING, TooMuchAllocated
@@ -122,8 +123,16 @@ class SubBatches:
 
     def compute(self, index: int) -> Any:
         """Run the step on one part and return its output; nothing is kept of it."""
+        part = self.parts[index]
+        before = dict(part) if isinstance(part, dict) and len(self) > 1 else {}
         with ghost_momentum(self._model, len(self)) if self._ghost else nullcontext():
-            return self._step(self.parts[index])
+            output = self._step(part)
+        if before and (written := [key for key, value in part.items() if before.get(key, before) is not value]):
+            warn_difference(
+                f"under a memory budget the step gets parts of a batch, so what it puts into it ({written}) is not "
+                "there afterwards: return it beside the loss"
+            )
+        return output
 
     def weighted(self, index: int, loss: Tensor) -> Tensor | None:
         """The loss to run the backward pass of one part from; None where the part has nothing to learn from."""
@@ -281,23 +290,41 @@ class PlannedBatches:
             if shape.certificate is None:
                 return step(part)
             begins = not paths.passes and self.now is not None and len(self.now) > 1
-            random, buffers = (random_state(), self._buffers()) if begins else (None, [])
+            random, state = (random_state(), self._state()) if begins else (None, [])
             output = paths.run(step, part)
             if paths.new_at_once and random is not None:
                 del output  # there is to be room for what is done next
                 set_random_state(random)
-                for held, name, buffer, value in buffers:
-                    buffer.detach().copy_(value)
-                    held[name] = buffer
+                for held, name, value, before in state:
+                    if isinstance(before, Tensor):
+                        value.detach().copy_(before)
+                    elif before is not None:
+                        value[:] = before
+                    held[name] = value
                 self._uncount(self.drop())
                 paths.stopped = self.stopped = True
                 raise AnotherPath
             return output
 
-    def _buffers(self) -> list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]]:
-        """The model's buffers, by where each is, with its value: a pass that is stopped has not written into them."""
-        holders = [own_buffers(module) for module in self._plans.planner.model.modules()]
-        return [(held, name, one, one.clone()) for held in holders for name, one in held.items() if one is not None]
+    def _state(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        """Buffers, and the attributes of modules that are not torch's, with the values of small tensors and of lists.
+
+        A pass that is stopped has written into none of them, and a metric has not counted its samples.
+        """
+        modules = list(self._plans.planner.model.modules())
+        state = [
+            (held, name, one, one.clone())
+            for held in map(own_buffers, modules)
+            for name, one in held.items()
+            if one is not None
+        ]
+        for held in (vars(module) for module in modules if not type(module).__module__.startswith("torch.")):
+            for name, value in held.items():
+                before: Any = value.copy() if isinstance(value, list) else None
+                if isinstance(value, Tensor) and value.nbytes <= LARGE_BYTES and not value.is_inference():
+                    before = value.detach().clone()
+                state.append((held, name, value, before))
+        return state
 
     @contextmanager
     def _finding_out(self, record: BatchRecord, shape: PlannedShape) -> Iterator[None]:
@@ -308,11 +335,15 @@ class PlannedBatches:
         """
         plans = self._plans
         plans.memory.begin_first_step(record.batch)
+        entries = dict(record.batch) if isinstance(record.batch, MutableMapping) else {}
         try:
             with plans.first.counted(record.key, record.batch, shape.samples) as shapes:
                 yield
         except TooMuchAllocated:
             self._uncount(self.drop())
+            if entries:  # a step may take labels out of its batch
+                record.batch.clear()
+                record.batch.update(entries)
             raise
         for planned in shapes:
             plans.keep(record, planned)

@@ -6,7 +6,7 @@ import copy
 import inspect
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -114,14 +114,12 @@ class WholeBatchResults:
 
         self._loop.output_result_cls = _Results(Result)  # type: ignore[assignment]
 
-    def put(self, output: Any, accumulated: int) -> None:
+    def put(self, output: Any, loss: Tensor, accumulated: int) -> None:
         """Keep what ``training_step`` would have returned; ``accumulated``: batches that its loss is divided by."""
-        whole = dict(output) if isinstance(output, dict) else {"loss": output}
-        whole["loss"] = whole["loss"] / accumulated
-        self._whole = whole
+        self._whole = {**(output if isinstance(output, Mapping) else {}), "loss": loss / accumulated}
         result, self._result = self._result, None
         if result is not None:
-            result.loss = whole["loss"]
+            result.loss = self._whole["loss"]
 
     def remove(self) -> None:
         self._loop.__dict__.pop("output_result_cls", None)
@@ -305,7 +303,7 @@ class Budgeted(LightningOnly, Strategy):
         self.post_backward(closure_loss)
         self._log.publish(parts)
         self._log.warn(parts)
-        self._results.put(whole["output"], accumulated)
+        self._results.put(whole["output"], whole["loss"].reshape(closure_loss.shape), accumulated)
         return closure_loss.detach()
 
     def teardown(self) -> None:

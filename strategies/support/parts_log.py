@@ -327,7 +327,10 @@ def _scalars(example: Example, key: str) -> tuple[float, list[float]]:
 def _value_and_doubt(call: LoggedCall, number: Number, parts: SubBatches) -> tuple[Any, str]:
     """The whole batch's value, and where that is in doubt, what it is instead."""
     certificate, values = parts.certificate, [one.value for one in number.values()]
-    ways, some_only = fitting(certificate, call), len(number) < len(parts)
+    place, some_only = place_of(call.key), len(number) < len(parts)
+    if not some_only and place in certificate.told and certificate.outputs[place].kind == "count":
+        return combined_scalar(values, parts.weights_of(place)), ""
+    ways = fitting(certificate, call)
     always_0 = "sum" in ways and "samples" in ways  # only zeros are both a sum and a mean
     was_same = not always_0 and _was_same(call.key, certificate)
     alike = len({float(value) for value in values}) == 1

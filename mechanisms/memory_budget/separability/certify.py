@@ -62,6 +62,7 @@ from retime.mechanisms.memory_budget.separability.probe import (
     Verdict,
     first_line,
     fitted_error,
+    is_out_of_memory,
     judge,
     loss_difference,
     scalar_weightings,
@@ -287,6 +288,10 @@ _ODD = (
     "the gradients of {} do not grow as the loss does: a gradient hook or an autograd.Function adds to them, or clamps "
     "them; offload only"
 )
+_DRAWN = (
+    "each sub-batch draws its own random numbers by {}: where one is for the whole batch, as a scale or a mixing "
+    "ratio, draw it in the DataLoader, or in on_train_batch_start"
+)
 _RANDOM = "dropout masks and other random numbers are drawn anew for each sub-batch, so they are not the plain step's"
 
 
@@ -353,7 +358,8 @@ def certify(
     if unsure and all(p.device.type != "mps" for p in model.parameters()):
         certificate = examiner.examine_precisely(given) or certificate
     if certificate.separable and among is not None and _weightings(among) != _weightings(certificate):
-        reason = f"the loss is a {certificate.weighting} now, and was a {among.weighting}; offload only"
+        now, before = (" and ".join(sorted(map(str, _weightings(one)))) for one in (certificate, among))
+        reason = f"the loss is a {now} now, and was a {before}; offload only"
         return Certificate(None, reason, samples=certificate.samples)
     if certificate.separable:
         return check_sizes(step, batch, model, certificate, {total}, split=split, given=given is not None, ghost=ghost)
@@ -379,7 +385,7 @@ class _Examiner:
         read_only: bool,
     ) -> None:
         self._step, self._model, self._split, self._samples = step, model, split, samples
-        total = samples_in(batch, split)
+        self._total = total = samples_in(batch, split)
         first, *others = [batch] if total == samples else split(batch, samples)
         self._batches = [first, *[part for part in others if samples_in(part, split) == samples][-1:]]
         self._ghosts, self._read_only = ghosts, read_only
@@ -406,7 +412,13 @@ class _Examiner:
             probes: list[Probe] = []
             for number, batch in enumerate(self._batches):
                 names = range(number * self._samples, (number + 1) * self._samples)
-                probe = prober.probe(batch, names, pairs=1 if number else 2)
+                try:
+                    probe = prober.probe(batch, names, pairs=1 if number else 2)
+                except (RuntimeError, AssertionError, IndexError) as error:
+                    if self._samples == self._total or is_out_of_memory(error):
+                        raise
+                    reason = f"the step does not run on {self._samples} of {self._total} samples ({first_line(error)})"
+                    return Certificate(None, f"{reason}; offload only", samples=self._samples)
                 if probe.failure:
                     return Certificate(None, probe.failure, samples=self._samples)
                 if not number or probe.full.tells:
@@ -440,9 +452,10 @@ class _Examiner:
         hooked = [name for name, parameter in self._model.named_parameters() if tensor_hooks(parameter)]
         if hooked:
             notes.append(f"gradient hooks run once for each sub-batch: {_some(hooked)}")
+        drawn = _DRAWN.format(_some(list(dict.fromkeys(prober.for_all)))) if prober.for_all else ""
         sizes = frozenset(size for case in probes[0].cases for size in (sum(case.samples), *case.samples))
         constants = head is not None and head.compares
-        return replace(concluded, notes=tuple(notes), sizes=sizes, reads=reads, constants=constants)
+        return replace(concluded, notes=tuple(notes), drawn=drawn, sizes=sizes, reads=reads, constants=constants)
 
     def _with_all_terms(self, prober: Prober, candidates: list[Weighting], concluded: Certificate) -> Certificate:
         """The same, if its weights hold too where terms that count for nothing yet count."""
@@ -534,7 +547,8 @@ def _with_outputs(
     outputs = scalar_weightings(probes, [weighting, Weighting("mean"), Weighting("sum")], heads, certificate.tolerance)
     unclear = tuple(place for place in probes[0].full.scalars if place not in outputs)
     examples = tuple(_example(probe, case, weighting) for probe in probes for case in probe.cases)
-    return replace(certificate, outputs=outputs, unclear=unclear, examples=examples)
+    told = frozenset(place for place, head in heads.items() if outputs.get(place) == head)
+    return replace(certificate, outputs=outputs, told=told, unclear=unclear, examples=examples)
 
 
 def _is_comparable(noisy: Probe, plain: Probe, certificate: Certificate) -> bool:

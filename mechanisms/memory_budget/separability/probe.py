@@ -111,6 +111,7 @@ class Prober:
     Attributes:
         epsilon: of the coarsest type.
         random: random numbers were drawn.
+        for_all: by whom, where they are none of single samples.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Prober:
         self._step, self._scratch, self._dtype, self._split = step, scratch, dtype, split
         self.epsilon = 0.0
         self.random = self._reentrant = False
+        self.for_all: list[str] = []
         self._noise: SampleNoise | None = None
         self._factor = 1.0  # of the loss, where gradients are computed
         self._kind: Callable[[Any], Recorder] | None = None
@@ -161,7 +163,7 @@ class Prober:
                 try:
                     case.runs.append(self._run(part, names[start : start + size]))
                 except Exception as error:
-                    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+                    if is_out_of_memory(error):
                         raise
                     why = first_line(error)
                     probe.failure = f"the step runs on {samples} samples but not on {size} of them ({why})"
@@ -239,6 +241,7 @@ class Prober:
             self._scratch.restart()
             output, gradients, watch = self._gradients(batch, names, self._scratch.parameters())
         self.epsilon = max(self.epsilon, watch.epsilon)
+        self.for_all = self.for_all or watch.for_all
         sketches = {name: sketch(gradient) for name, gradient in gradients.items()}
         after = self._scratch.numbers()
         counters = [key for key in after if after[key] != before.get(key) and after[key] == after[key]]
@@ -418,6 +421,11 @@ def fitted_error(probes: Sequence[Probe]) -> float:
             weights = torch.linalg.lstsq(matrix, target[:, None]).solution
             worst = max(worst, float((matrix @ weights - target[:, None]).norm() / target.norm()))
     return worst
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether this is torch's error of an allocator."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def scalar_weightings(

@@ -8,6 +8,8 @@ off, as it may lie along other dimensions than the batch's.
 from __future__ import annotations
 
 import inspect
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -137,6 +139,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         epsilon: of the coarsest floating-point type that an operation gave.
         drawn: whether it drew random numbers.
+        for_all: where it drew some that are none of single samples: a function of torch, Python's random, or NumPy.
     """
 
     def __init__(self, names: Sequence[int]) -> None:
@@ -144,6 +147,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names = list(names)
         self.epsilon = 0.0
         self.drawn = False
+        self.for_all: list[str] = []
+        self._generators = _generators()
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        self.for_all += [name for name, state in _generators().items() if state != self._generators.get(name)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -171,6 +180,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _by_sample(self, func: Any, args: Any, kwargs: Any, base: int) -> Any:
         batch_dimension = self._batch_dimension(func, args)
         if batch_dimension is None:
+            self.for_all.append(f"torch's {schema_of(func).name.removeprefix('aten::').removesuffix('_')}")
             seed_torch(base)
             return func(*args, **kwargs)
         dimension, length = batch_dimension
@@ -200,6 +210,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(shape) > 1 and shape[1] == len(self.names):
             return 1, shape[1]
         return None
+
+
+def _generators() -> dict[str, Any]:
+    """States of Python's and NumPy's global generators; NumPy's as the place in its numbers."""
+    numpy = sys.modules.get("numpy")
+    states = {} if numpy is None else {"NumPy": numpy.random.get_state()[2:]}
+    return {"Python's random": random.getstate(), **states}
 
 
 class Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -166,6 +166,19 @@ def test_what_few_samples_do_not_show_is_seen(name: str) -> None:
     assert budgeted.differs_from(plain) < 1e-7, f"split: {budgeted.split}; {budgeted.reason}"
 
 
+@pytest.mark.parametrize("entry", [lambda n: [0] * n, lambda n: {"boxes": [0] * n, "id": 1}], ids=["lists", "dicts"])
+def test_lengths_that_are_alike_in_the_first_batch_are_those_of_each(entry: Callable[[int], Any]) -> None:
+    def uneven() -> list[Batch]:
+        lengths = [[1 + (number and row) for row in range(SAMPLES)] for number in range(4)]
+        return [{**one, "boxes": [*map(entry, rows)]} for one, rows in zip(batches(), lengths, strict=True)]
+
+    def loss(m: Net, b: Any) -> Tensor:
+        return m.each(b).sum() / sum(len(one if isinstance(one, list) else one["boxes"]) for one in b["boxes"])
+
+    plain, budgeted = both(loss, uneven, unchanged)
+    assert budgeted.differs_from(plain) < 1e-7
+
+
 @pytest.mark.parametrize("name", DROPPED)
 def test_what_dropout_leaves_is_no_count(name: str) -> None:
     assert not both(DROPPED[name])[1].split

@@ -1,0 +1,199 @@
+"""What steps whose batches run in parts log, count, return, draw and write: the whole batch's, or it is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import Metric
+
+from retime.foundations.messages import DifferenceWarning, NoEffectWarning
+from retime.mechanisms.memory_budget import BudgetedStep, HostMemory
+from support.memory_budget import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    IGNORED,
+    SHALLOW,
+    Notes,
+    ShallowNet,
+    assert_close,
+    fit_both,
+    loader,
+)
+
+pytestmark = IGNORED
+
+
+class Returned(Callback):
+    """Keeps what callbacks are given."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs)
+
+
+def both(make: Callable[[], Any], budget: Any = SHALLOW, data: Any = None, *, split: bool = True) -> tuple[Any, Any]:
+    """Outputs of a plain fit and of one under a budget, of the same weights."""
+    callback = Returned()
+    plain, ours, report = fit_both(make, budget, data, callbacks=[callback])
+    assert_close(plain, ours)
+    assert (report.sub_batches > report.steps) is split
+    half = len(callback.outputs) // 2
+    return callback.outputs[:half], callback.outputs[half:]
+
+
+class Sized(ShallowNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, batch_size=len(batch[0]))
+        return loss
+
+
+def test_a_mean_over_labels_is_logged_as_one_whatever_its_batch_size(splits: None) -> None:
+    (inputs, labels), notes = loader(2).dataset.tensors, Notes()
+    labels[BATCH + BATCH // 4 :] = -100  # from the second batch on, so that the first one is a mean over samples too
+    data = DataLoader(TensorDataset(inputs, labels), batch_size=BATCH)
+    fit_both(Sized, SHALLOW, data, logger=notes)
+    plain, ours = notes.lines[: len(notes.lines) // 2], notes.lines[len(notes.lines) // 2 :]
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in plain])
+
+
+class Seen(Metric):
+    """Counts samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("n", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor) -> None:
+        self.n += len(values)
+
+    def compute(self) -> Tensor:
+        return self.n
+
+
+class Later(ShallowNet):
+    """A term of the loss that begins in the second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric, self.samples = Seen(), 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        self.metric.update(logits.detach().repeat(1, 8))
+        self.samples += len(logits)
+        return F.cross_entropy(logits, batch[1]) + (0.1 * logits.square().mean() if batch_idx else 0)
+
+
+def test_a_part_that_is_run_again_counts_once(splits: None) -> None:
+    with pytest.warns(NoEffectWarning, match="mean over samples now, and was a"):
+        _, ours, report = fit_both(Later, SHALLOW)
+    assert report.sub_batches > report.steps
+    assert (int(ours.metric.n), ours.samples) == (3 * BATCH, 3 * BATCH)
+
+
+class Vector(ShallowNet):
+    """Its loss has the shape (1,)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.net(batch[0])[:, :1] - batch[1][:, None]).square().mean(0)
+
+
+def test_a_loss_of_one_entry_keeps_its_shape(splits: None) -> None:
+    plain, ours = both(Vector)
+    torch.testing.assert_close([one["loss"] for one in ours], [one["loss"] for one in plain])
+
+
+class Lists(ShallowNet):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        logits = self.net(batch[0])
+        rows = [{"row": row[: 1 + label]} for row, label in zip(logits.detach(), batch[1].tolist(), strict=True)]
+        return {"loss": F.cross_entropy(logits, batch[1]), "rows": rows, "array": logits.detach().numpy()}
+
+
+@pytest.mark.parametrize("samples", [BATCH, BATCH - 6])
+def test_lists_and_arrays_of_one_entry_a_sample_are_joined(splits: None, samples: int) -> None:
+    (plain,), (ours,) = both(Lists, data=loader(1, batch=samples))
+    torch.testing.assert_close(ours["rows"], plain["rows"])
+    np.testing.assert_allclose(ours["array"], plain["array"], rtol=1e-5, atol=1e-6)
+
+
+class Pairs(ShallowNet):
+    def loss(self, batch: Any) -> Tensor:
+        one, two = self.net(batch[0].view(len(batch[0]) // 2, 2, -1)).unbind(1)
+        return (one - two).square().mean() + F.cross_entropy(one, batch[1][::2])
+
+
+def test_a_step_that_runs_on_even_numbers_only_stays_whole(splits: None) -> None:
+    both(Pairs, split=False)
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "Python's random": random.random,
+    "NumPy": np.random.rand,
+    "torch's rand": lambda: float(torch.rand(())),
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWS)
+def test_numbers_drawn_for_a_whole_batch_are_told(splits: None, drawn: str) -> None:
+    class Draws(ShallowNet):
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.net(batch[0] * DRAWS[drawn]()), batch[1])
+
+    with pytest.warns(DifferenceWarning, match=f"draws its own random numbers by .*{drawn}"):
+        fit_both(Draws, SHALLOW)
+
+
+def rows(samples: int) -> list[dict[str, Tensor]]:
+    return [{"x": torch.randn(FEATURES), "y": torch.tensor(index % CLASSES)} for index in range(samples)]
+
+
+class Named(ShallowNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch["x"]), batch["y"])
+
+
+class Puts(Named):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch["logits"] = self.net(batch["x"])
+        return F.cross_entropy(batch["logits"], batch.pop("y"))
+
+
+def test_what_a_step_puts_into_its_batch_is_told(splits: None) -> None:
+    with pytest.warns(DifferenceWarning, match=r"what it puts into it \(\['logits'\]\) is not there afterwards"):
+        fit_both(Puts, SHALLOW, DataLoader(rows(BATCH), batch_size=BATCH))
+
+
+def test_numbers_as_many_as_samples_matter_only_where_a_batch_is_cut() -> None:
+    def collate(some: Any) -> dict[str, Any]:
+        return {**torch.utils.data.default_collate(some), "size": (224, 224)}
+
+    both(Named, "1GiB", DataLoader(rows(10), batch_size=8, collate_fn=collate), split=False)
+
+
+def test_batches_that_are_never_cut_may_be_of_any_kind() -> None:
+    net = nn.Linear(4, 4)
+    batch = {"x": torch.randn(3, 4), "labels": [{"boxes": torch.randn(n, 4)} for n in (1, 4, 2)]}
+
+    def step(given: Any) -> Any:
+        pairs = zip(net(given["x"]), given["labels"], strict=True)
+        return sum((row - one["boxes"]).square().mean() for row, one in pairs)
+
+    budget = BudgetedStep(net, [torch.optim.SGD(net.parameters())], "1GiB", HostMemory("cpu"), sub_batches=False)
+    with budget.offloading(step, batch):
+        step(batch).backward()
+    budget.remove()
+    assert net.weight.grad is not None
