@@ -152,9 +152,9 @@ def _urgency(kind: Kind, stage: int, batch: int) -> tuple[int, int]:
 def _without_weights(schedule: Schedule, ranks: int) -> list[list[_Cell]]:
     """By rank, its F and O, the first one last; none for a rank without a lane."""
     return [
-        [(task.kind, task.layer - 1, task.micro_batch or 0) for task in reversed(lane.tasks) if task.kind is not Kind.W]
-        for lane in schedule.lanes
-    ] + [[] for _ in range(ranks - len(schedule.lanes))]
+        [(task.kind, task.layer - 1, task.micro_batch or 0) for task in reversed(tasks) if task.kind is not Kind.W]
+        for tasks in (*(lane.tasks for lane in schedule.lanes), *[()] * (ranks - len(schedule.lanes)))
+    ]
 
 
 class _Run:
