@@ -48,6 +48,9 @@ class BudgetError(ScheduleError, RuntimeError):
         self.hint = hint
         self.samples = samples
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self).__new__, (type(self), *self.args), self.__dict__
+
 
 class BlockKind(StrEnum):
     """Kind of data that a block holds."""
@@ -157,7 +160,9 @@ class TaskGraph:
         return sum(block.size_bytes(samples) for block in self.blocks.values() if block.kind in STAYS)
 
 
-_FORM = re.compile(r"sub-batch (\d+), prefetch (\d+), offload (all|none|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(?: of (\d+))?")
+_FORM = re.compile(
+    r"sub-batch (\d+), prefetch (\d+), offload (all|none|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(?:(?<=none)| of (\d+))"
+)
 MOST_SAVED = 100_000
 """More storages than the forward pass of any step saves."""
 _DIGITS = 18

@@ -186,15 +186,13 @@ class _Run:
         self._underway = {(b, s): 1 for b in communication.buckets for s in range(steps)}
         self._waiting: dict[str, list[_Message]] = {bucket.queue: [] for bucket in communication.buckets}
         self._sending: dict[str, _Message | None] = dict.fromkeys(self._waiting)
-        self._now_ms = 0.0
-        self._link_busy_ms = 0.0
+        self._now_ms = self._link_busy_ms = self._started_ms = 0.0
         self._position = 0
         self._left_ms: float | None = None  # of the computation that runs
-        self._started_ms = 0.0
         self._ends: dict[Task, float] = {}
         self._link_busy_at: dict[Task, float] = {}
         self._spans: list[Span] = []
-        while self._position < len(self._tasks) or any(self._sending.values()):
+        while self._position < len(self._tasks) or any((*self._sending.values(), *self._waiting.values())):
             self._start()
             self._advance()
 
@@ -241,8 +239,7 @@ class _Run:
 
     def _cost_ms(self, task: Task) -> float:
         cost = self._costs[task.layer - 1]
-        costs = {Kind.F: cost.forward_ms, Kind.O: cost.output_gradient_ms, Kind.W: cost.weight_gradient_ms}
-        return costs[task.kind]
+        return {Kind.F: cost.forward_ms, Kind.O: cost.output_gradient_ms, Kind.W: cost.weight_gradient_ms}[task.kind]
 
     def _advance(self) -> None:
         """Go to the next moment at which something ends."""
@@ -326,7 +323,7 @@ def _check(costs: Sequence[LayerCost], communication: Communication) -> None:
         raise ValueError(f"order={communication.order!r}: give 'fifo' or 'priority'")
     sent = sorted(layer for bucket in communication.buckets for layer in bucket.layers)
     wanted = [layer for layer, cost in enumerate(costs, 1) if cost.size_bytes]
-    if sent != wanted:
+    if sent != wanted or not all(bucket.layers for bucket in communication.buckets):
         raise ValueError(
-            f"the buckets hold the layers {sent}, those with parameters are {wanted}: put each into exactly one bucket"
+            f"the buckets hold the layers {sent}, those with parameters are {wanted}: put each into one, and none empty"
         )

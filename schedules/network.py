@@ -128,5 +128,6 @@ def parse_rate(text: str) -> float:
 
 def rate_text(bits_per_second: float) -> str:
     """The rate with three digits: `2gbit`, `1.87gbit`, `250mbit`."""
-    unit = next((name for name in ("gbit", "mbit") if bits_per_second >= _UNITS[name]), "kbit")
-    return f"{bits_per_second / _UNITS[unit]:.3g}{unit}"
+    bits = float(f"{bits_per_second:.3g}")
+    unit = next((name for name in ("gbit", "mbit") if bits >= _UNITS[name]), "kbit")
+    return f"{bits / _UNITS[unit]:.3g}{unit}"

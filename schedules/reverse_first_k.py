@@ -97,7 +97,12 @@ def backward_to_forward(schedule: Schedule) -> Schedule:
 
     Args:
         schedule: of at least two steps, numbered from 0.
+
+    Raises:
+        ScheduleError: when the schedule has several lanes, or no second step.
     """
+    if len(schedule.lanes) > 1 or not any(task.step for task in schedule):
+        raise ScheduleError("the schedule has several lanes or only one step: cut two steps, and before split()")
     return Schedule.sequence(task for task in schedule if (task.step, task.kind is Kind.F) in ((0, False), (1, True)))
 
 

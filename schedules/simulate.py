@@ -305,6 +305,8 @@ def _memory(
     for now_ms in sorted({*allocated, *freed, *momentary}):
         alive_bytes += allocated[now_ms] - freed[now_ms]
         curve.append((now_ms, alive_bytes + momentary[now_ms]))
+        if momentary[now_ms]:
+            curve.append((now_ms, alive_bytes))
     peak_ms, peak_bytes = max(curve, key=lambda point: point[1], default=(0.0, 0))
     peak_buffers = tuple(
         buffer.name for born, dead, buffer in lives if born <= peak_ms and (peak_ms < dead or born == dead == peak_ms)

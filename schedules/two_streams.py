@@ -407,7 +407,11 @@ def profiled_timeline(plan: TwoStreamSchedule, profile: Profile, buffers: Iterab
             if task not in profile.main_ms:
                 raise ScheduleError(f"main_ms has no duration for {task}: add it")
             return profile.main_ms[task]
-        return 0.0 if task.kind is Kind.U else profile.sub_ms[task][region_of[task]]
+        if task.kind is Kind.U:
+            return 0.0
+        if len(profile.sub_ms.get(task, ())) != len(plan.regions):
+            raise ScheduleError(f"sub_ms has no {len(plan.regions)} values for {task}: give one a region")
+        return profile.sub_ms[task][region_of[task]]
 
     return simulate(plan.schedule, cost_ms, buffers=buffers, needs=plan.needs)
 

@@ -1,4 +1,4 @@
-"""Training inside a byte budget on several devices as a Lightning strategy (moDNN, Chen et al. 2018, section 6)."""
+"""Training inside a byte budget on several devices as a Lightning strategy (moDNN, Chen et al. 2019, section 6)."""
 
 from __future__ import annotations
 

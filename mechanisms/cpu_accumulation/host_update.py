@@ -1,6 +1,6 @@
 """The ranks of a machine update a model's parameters together: each updates some, and all take what the others wrote.
 
-moDNN, section 6.2 (Chen et al. 2018): gradients are added up on the host, and what goes back to the devices are
+moDNN, section 6.2 (Chen et al. 2019): gradients are added up on the host, and what goes back to the devices are
 weights. So the state of the optimizer belongs to the host. Here each rank of a machine steps the user's own optimizer
 for its share of the parameters, whose state nobody else on the machine has (as in ZeRO's first stage, Rajbhandari et
 al. 2020), and weights go round in the memory that the ranks share.

@@ -1,4 +1,4 @@
-"""Training inside a byte budget: profile, offload, sub-batches (Chen et al. 2018, moDNN)."""
+"""Training inside a byte budget: profile, offload, sub-batches (Chen et al. 2019, moDNN)."""
 
 from retime.mechanisms.memory_budget.costs import StepCosts, calibrate
 from retime.mechanisms.memory_budget.data_parallel import (

@@ -186,6 +186,9 @@ class _CapTooLowError(PipelineError):
             f"{show_bytes(least)} on rank {rank}. Give activation_cap={least} or more, or smaller micro-batches"
         )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self).__new__, (type(self), *self.args), self.__dict__
+
 
 class Planner:
     """Plans a pipeline for any number of micro-batches; the stages stay those of the first plan.

@@ -4,7 +4,7 @@ Sums: what each way to add gradients up takes of a rank, and how many images fit
 were accumulated in buffers on the devices, which the host's take the place of. Ranks on cores have one memory: here it
 is what gloo and DDP keep beside the gradients against a ring that all ranks share.
 
-State: once a machine against once a rank, and what a step takes. moDNN, section 6.2 (Chen et al. 2018), where the host
+State: once a machine against once a rank, and what a step takes. moDNN, section 6.2 (Chen et al. 2019), where the host
 applies the update. On processors the ranks of a machine divide it.
 """
 

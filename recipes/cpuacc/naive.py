@@ -1,7 +1,7 @@
 """Gradients added up by torch alone: what sums on the host are held against.
 
 The naive way: all gradients go to a root at the end of the backward pass, which updates and broadcasts all weights.
-Sekiyama et al. 2017, Algorithm 4 (lines 3 and 6 to 9); moDNN (Chen et al. 2018), section 6.1. Gradients lie in one
+Sekiyama et al. 2017, Algorithm 4 (lines 3 and 6 to 9); moDNN (Chen et al. 2019), section 6.1. Gradients lie in one
 buffer and go along a binary tree of the ranks, as Caffe sends them; so do weights, by gloo's broadcast. And in the
 order of the ranks: the same bits as a sum on the host. Ranks with a GPU each send gradients by NCCL, from device to
 device; those that share one through the host's memory, as gloo does.

@@ -1,4 +1,4 @@
-"""What the recipes on moDNN (Chen et al. 2018) share: settings, a point a network, and the numbers of `claims.yaml`."""
+"""What the recipes on moDNN (Chen et al. 2019) share: settings, a point a network, and the numbers of `claims.yaml`."""
 
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,4 +1,4 @@
-"""The paper's own planner, simulated: sub-batch sizes, offloading and prefetching (Chen et al. 2018, moDNN)."""
+"""The paper's own planner, simulated: sub-batch sizes, offloading and prefetching (Chen et al. 2019, moDNN)."""
 
 from retime.schedules.modnn.bounds import (
     Floor,

@@ -91,7 +91,7 @@ def list_schedule(
     if in_order is not None and (cap is not None or rule != Rule()):
         raise ValueError("in_order says what runs: leave out cap and rule")
     caps = cap_table(cap, placement, costs, kept=(micro_batches or 1) if rule.flush else 1)
-    given = None if in_order is None else _without_weights(in_order)
+    given = None if in_order is None else _without_weights(in_order, placement.ranks)
     run = _Run(
         placement, micro_batches or 1, costs, hop_table(hops, placement.ranks), caps, rule, first_output_gradient, given
     )
@@ -130,18 +130,15 @@ def cap_table(cap: Cap, placement: Placement, costs: StageCosts, *, kept: int = 
     if len(caps) != placement.ranks:
         raise ValueError(f"cap has {len(caps)} entries for {placement.ranks} ranks: give one a rank, or one number")
     least = tuple(kept * size for size in least_cap(placement, costs))
+    what = "one micro-batch keeps alive" if kept == 1 else f"the flush form keeps alive of {kept} micro-batches"
     fix = "make the micro-batches smaller" if kept == 1 else "take a rule without flush"
     for rank, (given, needed) in enumerate(zip(caps, least, strict=True)):
         if not given >= needed * (1 - _ROUNDING):
             raise ValueError(
-                f"cap={given:g} on rank {rank} is below what {_amount(kept)} there: the least feasible cap is "
+                f"cap={given:g} on rank {rank} is below what {what} there: the least feasible cap is "
                 f"{needed:g} on this rank, and {max(least):g} for all; give that much, or {fix}"
             )
     return caps
-
-
-def _amount(kept: int) -> str:
-    return "one micro-batch keeps alive" if kept == 1 else f"the flush form keeps alive of {kept} micro-batches"
 
 
 _Cell = tuple[Kind, int, int]  # kind, stage from 0, micro-batch
@@ -152,11 +149,11 @@ def _urgency(kind: Kind, stage: int, batch: int) -> tuple[int, int]:
     return (-stage, batch) if kind is Kind.F else (batch, -stage)
 
 
-def _without_weights(schedule: Schedule) -> list[list[_Cell]]:
-    """By rank, its F and O, the first one last."""
+def _without_weights(schedule: Schedule, ranks: int) -> list[list[_Cell]]:
+    """By rank, its F and O, the first one last; none for a rank without a lane."""
     return [
-        [(task.kind, task.layer - 1, task.micro_batch or 0) for task in reversed(lane.tasks) if task.kind is not Kind.W]
-        for lane in schedule.lanes
+        [(task.kind, task.layer - 1, task.micro_batch or 0) for task in reversed(tasks) if task.kind is not Kind.W]
+        for tasks in (*(lane.tasks for lane in schedule.lanes), *[()] * (ranks - len(schedule.lanes)))
     ]
 
 
@@ -265,7 +262,7 @@ class _Run:
         if given:
             kind, stage, batch = given[-1]
             entry = (_urgency(kind, stage, batch), stage, batch)
-            if entry in ready[kind]:
+            if entry in ready.get(kind, ()):
                 ready[kind].remove(entry)
                 heapq.heapify(ready[kind])
                 return given.pop()

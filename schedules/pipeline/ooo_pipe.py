@@ -144,10 +144,12 @@ def fastest_list_schedule(
         ValueError: when a number is out of its range or the cap is not feasible.
     """
     caps = cap_table(cap, placement, costs)
+    least = least_cap(placement, costs)
+    flushes = all(of_rank >= micro_batches * size for of_rank, size in zip(caps, least, strict=True))  # fit all at once
     hop_ms = max(map(max, hop_table(hops, placement.ranks)))
     best: tuple[float, Schedule] | None = None
     for rule in _rules(placement.ranks, micro_batches, hop_ms, capped=cap is not None):
-        if rule.flush and not _holds(caps, placement, costs, micro_batches):
+        if rule.flush and not flushes:
             continue
         schedule, took_ms = list_schedule(
             placement, micro_batches, costs, hops=hops, cap=cap, rule=rule, first_output_gradient=first_output_gradient
@@ -156,11 +158,6 @@ def fastest_list_schedule(
             best = took_ms, schedule
     assert best is not None
     return best[1]
-
-
-def _holds(caps: tuple[float, ...], placement: Placement, costs: StageCosts, micro_batches: int) -> bool:
-    """Return whether all micro-batches' activations fit at once."""
-    return all(cap >= micro_batches * least for cap, least in zip(caps, least_cap(placement, costs), strict=True))
 
 
 def _rules(ranks: int, micro_batches: int, hop_ms: float, *, capped: bool) -> Iterator[Rule]:
@@ -199,6 +196,7 @@ def joined_gradients(schedule: Schedule, placement: Placement, costs: StageCosts
         ScheduleError: when the schedule is invalid.
     """
     timeline = simulate_pipeline(schedule, placement, costs, hops=hops).timeline
+    slack_ms = _SAME * timeline.makespan_ms  # sums of the same times in another order
     table = hop_table(hops, placement.ranks)
 
     def needed_ms(task: Task) -> float:
@@ -216,11 +214,11 @@ def joined_gradients(schedule: Schedule, placement: Placement, costs: StageCosts
         for place in range(len(tasks) - 1):
             task, weight = tasks[place : place + 2]
             follows = task.kind is Kind.O and weight == Task(Kind.W, task.layer, task.micro_batch)
-            if follows and timeline.end_ms[weight] <= needed_ms(task):
+            if follows and timeline.end_ms[weight] <= needed_ms(task) + slack_ms:
                 tasks[place : place + 2] = weight, task
         lanes.append(tasks)
     joined = rank_schedule(lanes)
-    longer = simulate_pipeline(joined, placement, costs, hops=hops).makespan_ms > timeline.makespan_ms
+    longer = simulate_pipeline(joined, placement, costs, hops=hops).makespan_ms > timeline.makespan_ms + slack_ms
     return schedule if longer else joined  # messages that share a link may be in each other's way
 
 

@@ -105,11 +105,11 @@ def weight_stashing(placement: Placement, micro_batches: int, costs: StageCosts,
     """PipeDream: 1F1B without a flush; a micro-batch ends with the version of the weights that it began with.
 
     No forward pass waits for an update, so that ranks are idle only where messages or uneven stages make them. What is
-    trained differs: gradients are of weights that are up to as many updates old as there are ranks.
+    trained differs: gradients are of weights that are up to ``versions - 1`` updates old.
 
     >>> from retime.schedules.pipeline import StageCosts, block
     >>> weight_stashing(block(4, 4), 4, StageCosts.uniform(4))
-    WeightStashing(step_ms=12.0, versions=(4, 3, 2, 1))
+    WeightStashing(step_ms=12.0, versions=(2, 2, 2, 1))
 
     Args:
         placement: consecutive stages on each rank.
@@ -128,8 +128,9 @@ def weight_stashing(placement: Placement, micro_batches: int, costs: StageCosts,
 
     filled = 2 * placement.ranks
     longer = run(filled + micro_batches)
-    # a rank keeps the weights of each micro-batch whose F has run there and whose W has not
-    versions = tuple(-(-alive // len(placement.stages_of(rank))) for rank, alive in enumerate(longer.peak_activations))
+    # Micro-batches whose F has run on a rank and whose W has not; weights change once in ``micro_batches`` of them.
+    alive = [-(-peak // len(placement.stages_of(rank))) for rank, peak in enumerate(longer.peak_activations)]
+    versions = tuple(1 - (1 - most) // micro_batches for most in alive)
     return WeightStashing(longer.makespan_ms - run(filled).makespan_ms, versions)
 
 

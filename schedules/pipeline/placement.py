@@ -148,6 +148,8 @@ def even_stages(sizes: Sequence[float], rank_of: Sequence[int]) -> tuple[int, ..
         ValueError: when there are more stages than layers.
     """
     stages, layers = len(rank_of), len(sizes)
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{stages} stages of {layers} layers: give each stage at least one layer, or use fewer stages")
     total = [0, *accumulate(sizes)]
 
     def unevenness(cuts: tuple[int, ...]) -> tuple[float, float, float]:

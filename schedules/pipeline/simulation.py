@@ -63,14 +63,10 @@ class StageCosts:
 
     def by_kind(self, kind: Kind) -> tuple[float, ...]:
         """Times of a kind, by stage."""
-        match kind:
-            case Kind.F:
-                return self.forward_ms
-            case Kind.O:
-                return self.output_gradient_ms
-            case Kind.W:
-                return self.weight_gradient_ms
-        raise ValueError(f"a pipeline's stages have times for F, O and W, not for {kind}")
+        times = {Kind.F: self.forward_ms, Kind.O: self.output_gradient_ms, Kind.W: self.weight_gradient_ms}
+        if kind not in times:
+            raise ValueError(f"a pipeline's stages have times for F, O and W, not for {kind}")
+        return times[kind]
 
 
 Hops = float | Sequence[Sequence[float]]
@@ -161,6 +157,7 @@ def simulate_pipeline(
     """
     check_stages(costs, placement)
     table = hop_table(hops, placement.ranks)
+    _check_places(schedule, placement)
     order = execution_order(schedule)
 
     def cost_ms(task: Task) -> float:
@@ -268,29 +265,38 @@ def validate_pipeline(schedule: Schedule, placement: Placement, micro_batches: i
     Raises:
         ScheduleError: at the first mistake, with its lane and a mark.
     """
-    batches = [None] if micro_batches is None else list(range(micro_batches))
-    names = {lane_name(rank): rank for rank in range(placement.ranks)}
-    for lane in schedule.lanes:
-        for position, task in enumerate(lane.tasks):
-            mistake = _mistake(task, names.get(lane.name), placement, batches)
-            if mistake:
-                raise ScheduleError(f"{task} {mistake}\n{lane.marked(position)}")
+    batches: Sequence[int | None] = [None] if micro_batches is None else range(micro_batches)
+    _check_places(schedule, placement, batches)
+    listed = frozenset(schedule)
     for task in _expected(schedule, placement, batches):
-        if task not in schedule:
+        if task not in listed:
             rank = lane_name(placement.rank_of[task.layer - 1])
             raise ScheduleError(f"{task} is missing: put it on {rank}")
     validate(schedule)
 
 
-def _mistake(task: Task, rank: int | None, placement: Placement, batches: list[int] | list[None]) -> str | None:
+def _check_places(schedule: Schedule, placement: Placement, batches: Sequence[int | None] | None = None) -> None:
+    """Check that each rank has its lane, with its own tasks; and, where ``batches`` are given, with no others."""
+    names = {lane_name(rank): rank for rank in range(placement.ranks)}
+    for lane in schedule.lanes:
+        rank = names.pop(lane.name, None)
+        for position, task in enumerate(lane.tasks):
+            mistake = _mistake(task, rank, placement, batches)
+            if mistake:
+                raise ScheduleError(f"{task} {mistake}\n{lane.marked(position)}")
+    if names:
+        raise ScheduleError(f"there is no lane {next(iter(names))}: give each of the {placement.ranks} ranks its lane")
+
+
+def _mistake(task: Task, rank: int | None, placement: Placement, batches: Sequence[int | None] | None) -> str | None:
     if task.layer > placement.stages:
         return f"is of no stage of 1 to {placement.stages}"
     if rank is None:
         return None if task.kind is Kind.S else "is on no rank's lane: lanes of ranks are called rank0, rank1, ..."
     if task.kind not in (Kind.F, Kind.O, Kind.W):
         return "is no F, O or W: put it on a lane of its own"
-    if task.micro_batch not in batches:
-        return "is of no micro-batch" + ("" if batches == [None] else f" of 0 to {len(batches) - 1}")
+    if batches is not None and task.micro_batch not in batches:
+        return "is of no micro-batch" + ("" if None in batches else f" of 0 to {len(batches) - 1}")
     home = placement.rank_of[task.layer - 1]
     return None if rank == home else f"is of stage {task.layer}, which the placement gives to {lane_name(home)}"
 
@@ -300,7 +306,7 @@ def lists_first_output_gradient(schedule: Schedule) -> bool:
     return any(task.kind is Kind.O and task.layer == 1 for task in schedule)
 
 
-def _expected(schedule: Schedule, placement: Placement, batches: list[int] | list[None]) -> list[Task]:
+def _expected(schedule: Schedule, placement: Placement, batches: Sequence[int | None]) -> list[Task]:
     lists_o1 = lists_first_output_gradient(schedule)
     return [
         Task(kind, stage, batch)

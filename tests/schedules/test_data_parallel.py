@@ -58,8 +58,9 @@ def test_figure_4():
 
 def test_every_step_is_alike():
     how = Communication(layer_buckets(UNITS), a_byte_a_millisecond, order="priority", partition_bytes=1)
-    times = [simulate_data_parallel(UNITS, how, k=2, steps=steps).step_ms for steps in (2, 3, 5)]
-    assert times == pytest.approx(times[:1] * 3)
+    ran = [simulate_data_parallel(UNITS, how, k=2, steps=steps) for steps in (2, 3, 5)]
+    assert [one.step_ms for one in ran] == pytest.approx([ran[0].step_ms] * 3)
+    assert [sum(span.lane == "network" for span in one.spans) for one in ran] == [30, 45, 75]  # of the last step too
 
 
 THREE = [LayerCost(1, 1, 1, 2), LayerCost(1, 1, 1, 2), LayerCost(1, 1, 1, 6)]
@@ -160,7 +161,8 @@ def test_buckets_fill_from_the_last_layer_and_the_first_k_apart():
         (lambda: Link(0), "bits_per_s=0: give more than 0"),
         (lambda: Link(1, -1), "latency_ms=-1"),
         (lambda: step(THREE, interference=1.0), "interference=1.0: give 0 or more, below 1"),
-        (lambda: step(THREE, 4), "k=4: give 0"),
+        (lambda: step(THREE, 4), "k=4: give 0 .* to 3, the number of layers"),
+        (lambda: step(THREE, buckets=[*layer_buckets(THREE), Bucket(())]), "put each into one, and none empty"),
         (
             lambda: step(THREE, buckets=[Bucket((1, 2))]),
             r"hold the layers \[1, 2\], those with parameters are \[1, 2, 3\]",

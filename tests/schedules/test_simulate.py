@@ -170,6 +170,7 @@ def test_memory_of_tasks_without_duration_counts():
     f1 = Task(Kind.F, 1)
     timeline = simulate(Schedule.parse("F1"), {"F": 0}, buffers=[Buffer("workspace", 64, (f1,), (f1,))])
     assert (timeline.makespan_ms, timeline.peak_bytes, timeline.peak_buffers) == (0, 64, ("workspace",))
+    assert timeline.memory == ((0, 64), (0, 0))
 
 
 def test_a_buffer_that_nothing_frees_stays():

@@ -188,6 +188,8 @@ def test_what_planners_refuse():
         sub_stream_tasks(REGIONS, {})
     with pytest.raises(ScheduleError, match="main_ms has no duration for O4: add it"):
         profiled_timeline(one_stream(REGIONS), Profile({W4: 1.0}, {}, {}))
+    with pytest.raises(ScheduleError, match=r"sub_ms has no 4 values for W\d: give one a region"):
+        profiled_timeline(joint_schedule(REGIONS, profile(RISING)), Profile(MAIN_MS, {W4: [1.0]}, {}))
     with pytest.raises(ScheduleError, match="O4 is in no region, and W3 cannot be placed"):
         sub_stream_tasks(REGIONS[1:], MAIN_MS)
     joined = Region("R", tuple(task for region in REGIONS for task in region.tasks))

@@ -298,7 +298,7 @@ def test_what_is_dropped_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_of_too_many_storages_is_none() -> None:
-    for text in PLANS[:6]:
+    for text in (*PLANS[:6], "sub-batch 4, prefetch 1, offload all"):
         with pytest.raises(ScheduleError) as caught:
             OffloadPlan.parse(text)
         assert len(str(caught.value)) < 300

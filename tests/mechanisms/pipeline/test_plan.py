@@ -1,5 +1,6 @@
 """What the planner chooses: fast-forwarding that no published order of equal layers beats, within a cap."""
 
+import pickle
 import random
 
 import pytest
@@ -77,8 +78,9 @@ def test_a_cap_is_kept():
     wanted = (
         r"=3 KiB is too low for schedule='ooo': .* one micro-batch take 4 MiB on rank 0. Give activation_cap=4194308"
     )
-    with pytest.raises(PipelineError, match=wanted):
+    with pytest.raises(PipelineError, match=wanted) as caught:
         Planner("ooo", 4, large, cap=3072).plan(8)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_of_all_cuts_the_one_with_the_shortest_step_is_kept():

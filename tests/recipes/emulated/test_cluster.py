@@ -67,7 +67,8 @@ def test_wrong_rates_are_refused(text: str) -> None:
 
 
 def test_a_rate_in_words() -> None:
-    assert [rate_text(bits) for bits in (2e9, 1.8666e9, 2.5e8, 5e4)] == ["2gbit", "1.87gbit", "250mbit", "50kbit"]
+    rates = {2e9: "2gbit", 1.8666e9: "1.87gbit", 999.7e6: "1gbit", 2.5e8: "250mbit", 999_700: "1mbit", 5e4: "50kbit"}
+    assert {bits: rate_text(bits) for bits in rates} == rates
 
 
 @pytest.mark.parametrize("hosts", [0, 65])

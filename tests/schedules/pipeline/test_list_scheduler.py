@@ -143,13 +143,6 @@ def test_refusals(arguments, says):
         )
 
 
-def test_fast_forwarding_needs_blocks():
-    with pytest.raises(ValueError, match=r"OOO-Pipe1 needs consecutive stages .* block\(\)"):
-        p.ooo_pipe1(p.modulo(4, 2), 2)
-    with pytest.raises(ValueError, match="group=5"):
-        p.ooo_pipe2(4, 2, 2, group=5)
-
-
 def test_a_rank_waits_for_what_is_on_its_way():
     """A weight gradient that begins just before an output gradient arrives holds it up; one that waits does not."""
     placement, costs = p.modulo(16, 4), p.StageCosts(*[(20,) * 16] * 3)

@@ -143,13 +143,15 @@ def test_no_step_is_longer(seed):
     ranks, batches = chance.choice((2, 4)), 4
     stages = ranks * chance.choice((2, 3))
     placement = p.modulo(stages, ranks)
-    costs = p.StageCosts(*(tuple(chance.choice((1.0, 2.0, 3.0)) for _ in range(stages)) for _ in range(3)))
+    times = [[chance.choice((1.0, 2.0, 3.0)) for _ in range(stages)] for _ in range(3)]
+    costs, tenths = (p.StageCosts(*([ms / unit for ms in kind] for kind in times)) for unit in (1, 10))
     hops = chance.choice((0.0, 0.5, 2.0))
     for order in (
         p.fastest_list_schedule(placement, batches, costs, hops=hops, first_output_gradient=True),
         p.interleaved_zero_bubble(placement, batches, first_output_gradient=True),
     ):
         joined = p.joined_gradients(order, placement, costs, hops=hops)
+        assert joined == p.joined_gradients(order, placement, tenths, hops=hops / 10), "the unit decides"
         before, after = (p.simulate_pipeline(one, placement, costs, hops=hops) for one in (order, joined))
         assert after.makespan_ms <= before.makespan_ms
         assert after.peak_bytes <= before.peak_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,5 @@ def test_a_refused_budget_is_out_of_memory() -> None:
     assert isinstance(refused, ValueError)  # as all errors of schedules
     assert not is_oom_error(ValueError(*refused.args))
     assert "CPUAllocator" not in str(refused), "it may be a CUDA device's budget"
+    for again in (pickle.loads(pickle.dumps(refused)), copy.copy(refused)):  # as a search in worker processes gets it
+        assert (type(again), str(again), vars(again)) == (BudgetError, str(refused), vars(refused))
