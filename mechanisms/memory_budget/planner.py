@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -23,6 +23,7 @@ from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.lazy_updates import is_compiled
 from retime.foundations.messages import parse_bytes
 from retime.foundations.parts import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part, split_batch
+from retime.foundations.patching import replaced_attributes
 from retime.foundations.preserve_state import (
     ExternalTensors,
     SavedState,
@@ -158,14 +159,9 @@ class StepPlanner:
         self.reduction_bytes = parse_bytes("reduction_bytes", options.reduction_bytes, least=0)
         self.planning = False
 
-    @contextmanager
-    def trying_out(self) -> Iterator[None]:
+    def trying_out(self) -> AbstractContextManager[None]:
         """Around everything that calls a step without its result being wanted."""
-        before, self.planning = self.planning, True
-        try:
-            yield
-        finally:
-            self.planning = before
+        return replaced_attributes(self, planning=True)
 
     def make(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         """Choose, of the plans that fit and are nearly the fastest, the one that moves least; see :func:`search_plan`.
