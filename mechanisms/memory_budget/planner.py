@@ -47,7 +47,7 @@ from retime.mechanisms.memory_budget.report import OnShapeChange, PlannedShape
 from retime.mechanisms.memory_budget.search import MOST_TRIALS, PlanChoice, PlanTrial, examined, part_sizes, search_plan
 from retime.mechanisms.memory_budget.separability import certify, check_sizes
 from retime.mechanisms.memory_budget.step_memory import StepMemory
-from retime.schedules.budget import BudgetError, OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 # How far planning is: which stage of how many.
 
@@ -194,11 +194,7 @@ class StepPlanner:
             stages.begin(_LEAST)
             least = least_costs(dry, self.host, memory.sub_batches[0], plain)
             memory = memory.with_least(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
-            try:
-                memory.require(self.budget_bytes)
-            except BudgetError:
-                fewer = self._fewer(certificate)
-                raise memory.floor.refusal(self.budget_bytes, fewer) from None
+            memory.require(self.budget_bytes, self._fewer(certificate))
             stages.begin(_MEASURING if timed else _COUNTING)
             costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
             memory = memory.with_costs(costs)
