@@ -31,7 +31,7 @@ from retime.foundations.messages import DifferenceWarning, NoEffectWarning, show
 from retime.foundations.parts import samples_in
 from retime.foundations.storages import strided_bytes
 from retime.foundations.torch_private.engine import tree_leaves
-from retime.foundations.workers import Answer, keep_heap, next_request, touch_libraries
+from retime.foundations.workers import keep_heap, next_request, touch_libraries
 from retime.mechanisms.memory_budget import parse_budget
 
 _MANY = 10**6
@@ -493,14 +493,10 @@ def _layers(request: dict[str, Any]) -> dict[str, Any]:
     return {"layers": [(one.forward_ms, one.output_ms, one.weight_ms, one.bytes) for one in times]}
 
 
-def _answer(request: dict[str, Any]) -> Any:
+def serve(request: dict[str, Any]) -> Any:
+    """For :class:`Worker`."""
     try:
         return _layers(request) if "layers" in request else _fit(request)
     except Exception as error:  # whatever it was, it is the reason why this method does not apply
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         return {"error": one_line(error) or type(error).__name__, "missing": missing}
-
-
-def serve() -> Answer:
-    """For :class:`Worker`."""
-    return _answer

@@ -16,7 +16,7 @@ def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in attributes:
+        for name in attributes.keys() - before.keys():
             own.pop(name, None)
         own.update(before)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retime.foundations.patching import replaced_attributes
 from retime.foundations.torch_private.engine import FakeTensor, dispatch_mode_count, tree_leaves, without_dispatch_modes
 from retime.foundations.torch_private.tensors import is_functorch_wrapped, neg_view, storage_address
 
@@ -104,22 +105,10 @@ class Window:
         real = storage.device.type != "meta" and dispatch_mode_count()
         with torch.no_grad(), without_dispatch_modes() if real else nullcontext():
             tensor = torch.empty(0, dtype=self.dtype, device=device)
-            with _uncached(tensor):
+            # the mode of fake tensors remembers arguments of operations, and would hold the storage for ever
+            mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+            with nullcontext() if mode is None else replaced_attributes(mode, cache_enabled=False):
                 tensor.set_(storage, self.offset, self.size, self.stride)
             if self.conjugate:
                 tensor = tensor.conj()
             return neg_view(tensor) if self.negative else tensor
-
-
-@contextmanager
-def _uncached(tensor: Tensor) -> Iterator[None]:
-    """Fake tensors remember the arguments of operations, and would hold the storage for ever."""
-    if not isinstance(tensor, FakeTensor):
-        yield
-        return
-    mode = tensor.fake_mode
-    before, mode.cache_enabled = mode.cache_enabled, False
-    try:
-        yield
-    finally:
-        mode.cache_enabled = before

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 Answer = Callable[[dict[str, Any]], Any]
-Server = Callable[[], object]
+Server = Callable[..., object]
 
 PRELOADED = ["retime"]
 """Modules that the server imports before it forks; a package whose workers need more adds its own."""
@@ -64,8 +64,7 @@ class Worker:
     """A process of its own that answers one request after the other.
 
     Args:
-        server: called in the process, a function or class that can be imported; returns a function that answers, or an
-            object whose methods do.
+        server: a function that answers, or a class of whose only object the methods do; it can be imported.
         request: the first one; its answer is :attr:`ready`. None asks for nothing yet.
         timeout_s: longest wait for an answer.
         launch: stands before the command that starts the process, such as `ip netns exec NAME`.
@@ -289,8 +288,7 @@ def _serve(channel: Connection, cores: Sequence[int] = (), environment: Mapping[
         try:
             if answer is None:
                 module, _, name = reference.partition(":")
-                server: Server = getattr(importlib.import_module(module), name)
-                answer = _answer_of(server())
+                answer = _answer_of(getattr(importlib.import_module(module), name))
             reply = _ANSWER, answer(request)
         except Exception as error:  # whatever it was, the other side wants to know
             traceback.print_exc()
@@ -300,9 +298,12 @@ def _serve(channel: Connection, cores: Sequence[int] = (), environment: Mapping[
         channel.send(reply)
 
 
-def _answer_of(served: Any) -> Answer:
-    """Callable that a server returned, or one that calls the methods of what it returned."""
-    return served if callable(served) else lambda request: getattr(served, request["do"])(request)
+def _answer_of(server: Any) -> Answer:
+    """A function answers by itself, a class by the methods of one object."""
+    if not isinstance(server, type):
+        return server  # type: ignore[no-any-return]
+    served = server()
+    return lambda request: getattr(served, request["do"])(request)
 
 
 def _end_with(life_line: int) -> None:

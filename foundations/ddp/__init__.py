@@ -28,28 +28,3 @@ from retime.foundations.ddp.reductions import (
     bucket_mb,
     measured_seconds_per_mb,
 )
-
-__all__ = [
-    "BucketMap",
-    "DeviceReducer",
-    "PendingGradient",
-    "OwnGroupsReducer",
-    "RankAgreement",
-    "RankLostError",
-    "RankProcesses",
-    "Reducer",
-    "Reduction",
-    "Reductions",
-    "Region",
-    "at_end_of_backward",
-    "bucket_mb",
-    "close_group",
-    "comm_hook_of",
-    "end_of_process",
-    "is_lost_message",
-    "machine",
-    "measured_seconds_per_mb",
-    "own_group",
-    "scale",
-    "sparse_layer",
-]

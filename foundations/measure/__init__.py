@@ -21,23 +21,3 @@ from retime.foundations.measure.timing import (
     spread,
     update_ms,
 )
-
-__all__ = [
-    "Clock",
-    "LayerTimes",
-    "MemoryProbe",
-    "MemorySampler",
-    "OTHER",
-    "PHASES",
-    "PeakWatch",
-    "Spread",
-    "StepTimer",
-    "StepTiming",
-    "forget_peak",
-    "layer_times",
-    "peak_so_far",
-    "speedup",
-    "spread",
-    "status_bytes",
-    "update_ms",
-]

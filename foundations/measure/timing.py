@@ -18,6 +18,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -241,12 +242,10 @@ def layer_times(model: nn.Module, inputs: Tensor, repeats: int = 5) -> list[Laye
         return hook
 
     leaves = [(name, module) for name, module in model.named_modules() if not any(module.children())]
-    handles = [module.register_forward_pre_hook(note(name)) for name, module in leaves]
-    try:
+    with ExitStack() as hooks:
+        for name, module in leaves:
+            hooks.enter_context(module.register_forward_pre_hook(note(name)))
         model(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     seen: set[int] = set()
     times = []
     for name, module, given in calls:

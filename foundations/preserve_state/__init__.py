@@ -24,28 +24,3 @@ from retime.foundations.preserve_state.state import (
     seed_torch,
     set_random_state,
 )
-
-__all__ = [
-    "CompiledCode",
-    "LARGE_BYTES",
-    "DryMode",
-    "ObserverMode",
-    "ExternalTensors",
-    "Replacement",
-    "SavedState",
-    "ScratchModel",
-    "ValueReadError",
-    "aliases",
-    "copies",
-    "fake",
-    "nothing_compiled",
-    "preserve_state",
-    "random_state",
-    "reachable_tensors",
-    "seed_all",
-    "seed_torch",
-    "set_random_state",
-    "stand_in_optimizer",
-    "stand_ins",
-    "why_not_replaced",
-]

@@ -20,10 +20,10 @@ new pages (seen as 17,000 page faults a step). So all bookkeeping of a step live
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Annotated, Any
 
 import torch
@@ -42,6 +42,7 @@ from retime.foundations.lazy_updates import (
     parameters_of,
 )
 from retime.foundations.messages import warn_no_effect
+from retime.foundations.patching import replaced_attributes
 from retime.foundations.streams import SideStream
 from retime.foundations.torch_private.engine import FOREACH_ZERO, TO_COPY
 from retime.foundations.torch_private.nn_and_optim import foreach_clamp_max, foreach_clamp_min
@@ -363,14 +364,9 @@ class BackwardFusion:
         """Return whether gradients that arrive now are used up at once."""
         return self.armed and (self._condition is None or self._condition())
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Backward passes in here only add to ``.grad``; the first one outside updates."""
-        before, self.armed = self.armed, False
-        try:
-            yield
-        finally:
-            self.armed = before
+        return replaced_attributes(self, armed=False)
 
     def follow_new_parameters(self) -> None:
         """Put the hook on parameters that joined the optimizer, or were unfrozen, since the last call."""

@@ -132,14 +132,8 @@ class NewBuckets:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around calls of the model."""
-        if self.are_rebuilt:
+        with nullcontext() if self.are_rebuilt else self._model.module.register_forward_pre_hook(self._look):
             yield
-            return
-        hook = self._model.module.register_forward_pre_hook(self._look)
-        try:
-            yield
-        finally:
-            hook.remove()
 
     @property
     def since(self) -> bool:

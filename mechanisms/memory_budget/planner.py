@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.lazy_updates import is_compiled
 from retime.foundations.messages import parse_bytes, warn_difference
 from retime.foundations.parts import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part, split_batch
+from retime.foundations.patching import replaced_attributes
 from retime.foundations.preserve_state import (
     ExternalTensors,
     SavedState,
@@ -47,7 +48,7 @@ from retime.mechanisms.memory_budget.report import OnShapeChange, PlannedShape
 from retime.mechanisms.memory_budget.search import MOST_TRIALS, PlanChoice, PlanTrial, examined, part_sizes, search_plan
 from retime.mechanisms.memory_budget.separability import certify, check_sizes
 from retime.mechanisms.memory_budget.step_memory import StepMemory
-from retime.schedules.budget import BudgetError, OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 # How far planning is: which stage of how many.
 
@@ -159,14 +160,9 @@ class StepPlanner:
         self.reduction_bytes = parse_bytes("reduction_bytes", options.reduction_bytes, least=0)
         self.planning = False
 
-    @contextmanager
-    def trying_out(self) -> Iterator[None]:
+    def trying_out(self) -> AbstractContextManager[None]:
         """Around everything that calls a step without its result being wanted."""
-        before, self.planning = self.planning, True
-        try:
-            yield
-        finally:
-            self.planning = before
+        return replaced_attributes(self, planning=True)
 
     def make(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         """Choose, of the plans that fit and are nearly the fastest, the one that moves least; see :func:`search_plan`.
@@ -199,11 +195,7 @@ class StepPlanner:
             stages.begin(_LEAST)
             least = least_costs(dry, self.host, memory.sub_batches[0], plain)
             memory = memory.with_least(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
-            try:
-                memory.require(self.budget_bytes)
-            except BudgetError:
-                fewer = self._fewer(certificate)
-                raise memory.floor.refusal(self.budget_bytes, fewer) from None
+            memory.require(self.budget_bytes, self._fewer(certificate))
             stages.begin(_MEASURING if timed else _COUNTING)
             costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
             memory = memory.with_costs(costs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -16,6 +16,7 @@ from retime.foundations.cpu_pool import FreedMemory
 from retime.foundations.measure import PeakWatch
 from retime.foundations.messages import show_bytes
 from retime.foundations.parts import Certificate, Split, key_of, name_of, part_lengths, samples_in, sizes_of
+from retime.foundations.patching import replaced_attributes
 from retime.foundations.preserve_state import CompiledCode
 from retime.foundations.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory_budget.dry_run import everything
@@ -506,13 +507,8 @@ class BatchPlans:
         with self._kept_whole(reason):
             self._plan_anew(step, record)
 
-    @contextmanager
-    def _kept_whole(self, reason: str) -> Iterator[None]:
-        before, self.planner.whole_because = self.planner.whole_because, reason
-        try:
-            yield
-        finally:
-            self.planner.whole_because = before
+    def _kept_whole(self, reason: str) -> AbstractContextManager[None]:
+        return replaced_attributes(self.planner, whole_because=reason)
 
     def drop_mismatched(self, plan: OffloadPlan, mismatch: PlanMismatch) -> None:
         """A forward pass under this plan saved something else: the next batch is planned anew.

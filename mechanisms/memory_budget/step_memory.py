@@ -52,15 +52,6 @@ class MemoryFloor:
     no_offload: str = ""
     plan: OffloadPlan = field(default_factory=lambda: OffloadPlan(1))
 
-    def require(self, budget_bytes: int) -> None:
-        """Refuse a budget below the floor.
-
-        Raises:
-            BudgetError: it is.
-        """
-        if budget_bytes < self.bytes:
-            raise self.refusal(budget_bytes)
-
     def refusal(self, budget_bytes: int, fewer: str | None = None) -> BudgetError:
         """The error that says why a budget is too small.
 
@@ -263,14 +254,17 @@ class StepMemory:
         total, large = (max(self.update_bytes, peak) for peak in peaks)
         return total - large
 
-    def require(self, budget_bytes: int) -> None:
+    def require(self, budget_bytes: int, fewer: str | None = None) -> None:
         """Refuse a budget below the floor, which need not be found out for one that the plain step fits into.
+
+        Args:
+            fewer: see :meth:`MemoryFloor.refusal`.
 
         Raises:
             BudgetError: it is.
         """
-        if budget_bytes < self._roof_bytes:
-            self.floor.require(budget_bytes)
+        if budget_bytes < self._roof_bytes and budget_bytes < self.floor.bytes:
+            raise self.floor.refusal(budget_bytes, fewer)
 
     @property
     def floor(self) -> MemoryFloor:

@@ -7,8 +7,8 @@ itself (grad mode, autocast, saved-tensor hooks) stays with its micro-batch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.parts import tensors_of
+from retime.foundations.patching import replaced_attributes
 from retime.foundations.preserve_state import seed_torch
 from retime.foundations.torch_private.engine import tree_flatten, tree_map
 from retime.foundations.torch_private.tensors import base_of, kept_version
@@ -64,14 +65,9 @@ class LayerInterceptors:
         for number, layer in enumerate(layers):
             vars(layer)["forward"] = _Gate(self, number, layer)
 
-    @contextmanager
-    def handled_by(self, handler: LayerHandler) -> Iterator[None]:
+    def handled_by(self, handler: LayerHandler) -> AbstractContextManager[None]:
         """Inside, this handler decides."""
-        before, self.handler = self.handler, handler
-        try:
-            yield
-        finally:
-            self.handler = before
+        return replaced_attributes(self, handler=handler)
 
     def remove(self) -> None:
         """Give the layers their own ``forward`` back."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -245,13 +245,11 @@ def _calls_of(model: nn.Module, run: Callable[[], Any]) -> tuple[list[_Call], An
     def leave(*_: Any) -> None:
         open_calls.pop()
 
-    handles = [module.register_forward_pre_hook(enter, prepend=True) for module in names]
-    handles += [module.register_forward_hook(leave, always_call=True) for module in names]
-    try:
+    with ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         output = run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls, output
 
 

@@ -21,7 +21,6 @@ from retime.commands.advise_turns import FASTER, SLOWER, Limit, MethodError, Run
 from retime.commands.advise_worker import DDP, FIRST_STEPS, METHODS, PLAIN, Method, fit_in_turns, memory_budget
 from retime.foundations import workers
 from retime.foundations.measure import speedup
-from retime.foundations.workers import Answer
 from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model
@@ -372,7 +371,7 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _fit(request: dict[str, Any]) -> Any:
+def serve(request: dict[str, Any]) -> Any:
     """Train by `request["method"]`; it answers from inside of the fit, which does not return."""
     torch.set_num_threads(request["threads"])
     case, dims = request["case"], (0,) if request["reverse"] else ()
@@ -384,8 +383,3 @@ def _fit(request: dict[str, Any]) -> Any:
             fit_in_turns(task, batches, request["method"], devices=request["devices"], trainer={}, facts={})
     except Exception as error:  # whatever it was, it is the reason why this method is left out
         return {"error": " ".join(str(error).split()) or type(error).__name__, "missing": None}
-
-
-def serve() -> Answer:
-    """For a worker."""
-    return _fit

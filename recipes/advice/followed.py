@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from retime.commands.advise_worker import DDP_BUCKET_MB, Method, ddp
 from retime.foundations.measure import Spread, spread
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
-from retime.foundations.workers import Answer, Worker
+from retime.foundations.workers import Worker
 from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model
@@ -181,7 +181,7 @@ def _trained(case: dict[str, Any], settings: AdviceSettings, way: dict[str, Any]
         return float(worker.ask(request))
 
 
-def _fit(request: dict[str, Any]) -> float:
+def serve(request: dict[str, Any]) -> float:
     """The median step of a fit, of batches that are not alike."""
     case, way = request["case"], request["way"]
     torch.set_num_threads(way["threads"])
@@ -203,8 +203,3 @@ def _fit(request: dict[str, Any]) -> float:
             callbacks=asked["callbacks"],
         )
     return statistics.median(done.step_ms[-request["steps"] :])
-
-
-def serve() -> Answer:
-    """For a worker, or each rank of several."""
-    return _fit

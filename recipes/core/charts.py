@@ -159,6 +159,13 @@ def points_with_spread(
     return colour
 
 
+def beside(axes: Any, series: Sequence[tuple[str, Sequence[Spread | None]]], apart: float) -> None:
+    """Markers with whiskers of each series at 0, 1, 2 ..., side by side, each in another colour."""
+    for index, (label, values) in enumerate(series):
+        shift = apart * (index - (len(series) - 1) / 2)
+        points_with_spread(axes, [place + shift for place in range(len(values))], values, label, index)
+
+
 def named(axes: Any, values: Mapping[str, Spread], colours: Sequence[int] = ()) -> None:
     """A marker with whiskers for each name, each in another colour unless there are numbers of colours."""
     for place, value in enumerate(values.values()):

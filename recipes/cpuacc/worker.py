@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.foundations.streams import has_streams
-from retime.foundations.workers import Answer, by_name
+from retime.foundations.workers import by_name
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, TimedSum
 from retime.recipes.core.build import CPU, build, build_batches, build_model, loss_of
 from retime.recipes.core.measure import interleave
@@ -368,6 +368,7 @@ def _fit(
     return train(Run(placed), copy.deepcopy(model), batches, optimizer, device=device.type, callbacks=callbacks)
 
 
-def serve() -> Answer:
+@joined
+def serve(request: dict[str, Any]) -> Any:
     """For `run_ranks`."""
-    return joined(by_name(sums, fits, outputs, layers, held))
+    return by_name(sums, fits, outputs, layers, held)(request)

@@ -32,22 +32,3 @@ from retime.recipes.data.synthetic import (
     synthetic_translation,
     synthetic_vectors,
 )
-
-__all__ = [
-    "ArrayData",
-    "bitstreams",
-    "cifar10",
-    "cifar100",
-    "digit_masks",
-    "digits",
-    "image_folder",
-    "irmas",
-    "next_byte",
-    "python_source",
-    "synthetic_images",
-    "synthetic_irmas",
-    "synthetic_maps",
-    "synthetic_tokens",
-    "synthetic_translation",
-    "synthetic_vectors",
-]

@@ -11,17 +11,3 @@ from retime.recipes.emulated.network import ClusterUnavailable, Network, emulate
 from retime.recipes.emulated.ranks import RankError, run_ranks
 from retime.recipes.emulated.sleeping import SleepingLayer, sleeping_copy
 from retime.schedules.network import parse_rate, rate_text
-
-__all__ = [
-    "ClusterUnavailable",
-    "Network",
-    "RankError",
-    "SleepingLayer",
-    "emulated_network",
-    "loopback",
-    "parse_rate",
-    "rate_text",
-    "run_ranks",
-    "sleeping_copy",
-    "unavailable",
-]

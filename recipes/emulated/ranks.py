@@ -4,6 +4,7 @@ If one rank fails, the others are ended. A rank is pinned to one core and joined
 """
 
 import datetime
+import functools
 import gc
 import os
 import socket
@@ -102,6 +103,7 @@ def joined(answer: Callable[[dict[str, Any]], Any]) -> workers.Answer:
     A request may name another `backend`. A rank that drives a GPU has its share of the cores instead of a single one.
     """
 
+    @functools.wraps(answer)  # a worker is sent its name
     def in_group(request: dict[str, Any]) -> Any:
         cores, rank = sorted(os.sched_getaffinity(0)), int(os.environ["RANK"])
         own = cores[rank % len(cores) :: int(os.environ["WORLD_SIZE"])]

@@ -185,10 +185,9 @@ class GradientPlace(Recipe[FusionSettings]):
 
     def draw(self, result: Result, path: Path) -> None:
         drawing, axes = charts.figure(titled(result), width=9)
-        for index, name in enumerate((OWN, ROTATING, SAME)):
-            values = [point.speedup(AFTER, name, "step") for point in result.points]
-            places = [place + (index - 1) * 0.2 for place in range(len(values))]
-            charts.points_with_spread(axes, places, values, f"updated {name}", index)
+        ways = (OWN, ROTATING, SAME)
+        gains = [(f"updated {way}", [point.speedup(AFTER, way, "step") for point in result.points]) for way in ways]
+        charts.beside(axes, gains, 0.2)
         charts.even_line(axes, "updated after the backward pass")
         axes.set_xticks(range(len(result.points)), [f"batch {point.at['batch_size']}" for point in result.points])
         axes.set_xlim(-0.6, len(result.points) - 0.4)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed
 from torch import nn
 
-from retime.foundations.workers import Answer
 from retime.recipes.core import charts, machine
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target, paper, show
@@ -185,13 +184,8 @@ class Distributed(StepTimes):
         charts.save(drawing, path)
 
 
-def serve() -> Answer:
-    """For `run_ranks`: each rank times the variants; Lightning joins them."""
-    return _times_of_rank
-
-
-def _times_of_rank(request: dict[str, Any]) -> dict[str, Any] | None:
-    """Step times of each variant as rank 0 sees them; None on other ranks."""
+def serve(request: dict[str, Any]) -> dict[str, Any] | None:
+    """For `run_ranks`: step times of each variant as rank 0 sees them; None on other ranks. Lightning joins them."""
     settings: FusionSettings = request["settings"]
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")

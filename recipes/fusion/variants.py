@@ -36,7 +36,6 @@ from torch.optim import Optimizer
 
 from retime.foundations.measure import MemoryProbe
 from retime.foundations.torch_private.nn_and_optim import foreach_add, fused_adamw
-from retime.foundations.workers import Answer
 from retime.mechanisms.fusion import fuse_optimizer
 from retime.recipes.core.build import KernelUnavailable, build_batches, build_model, build_optimizer, loss_of
 from retime.recipes.core.measure import PhaseClock, middle_step
@@ -217,7 +216,7 @@ def choose_variants(names: Iterable[str]) -> dict[str, Variant]:
     return {name: VARIANTS[name] for name in names}
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def serve(request: dict[str, Any]) -> dict[str, Any]:
     """Bytes above the process without a model: peak of the first step, peak of later steps, gradients alive.
 
     The first step is apart because optimizers make their states in it, and backward fusion counts uses in it.
@@ -258,8 +257,3 @@ def _peak(device: torch.device, work: Any) -> tuple[int, str]:
     work()
     probe.stop()
     return probe.peaks()["batch"], probe.note or probe.source
-
-
-def serve() -> Answer:
-    """For `answer_once`."""
-    return answer

@@ -33,27 +33,3 @@ from retime.recipes.models.mobilenet import mobilenet_v3
 from retime.recipes.models.recurrent import recurrent_classifier, recurrent_tagger
 from retime.recipes.models.translation import transformer_base
 from retime.recipes.models.unet import unet
-
-__all__ = [
-    "alexnet",
-    "bert",
-    "convolutions",
-    "densenet",
-    "fcn",
-    "googlenet",
-    "gpt2",
-    "lenet5",
-    "llama",
-    "mlp",
-    "mobilenet_v2",
-    "mobilenet_v3",
-    "parameter_count",
-    "parameters_per_layer",
-    "recurrent_classifier",
-    "recurrent_tagger",
-    "residual_mlp",
-    "resnet",
-    "transformer_base",
-    "unet",
-    "vgg",
-]

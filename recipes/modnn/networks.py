@@ -1,7 +1,7 @@
 """The networks of moDNN's section 7 as training steps without memory, as task graphs, and planned.
 
 Tensors are on torch's meta device: they have sizes and no bytes, so VGG-101 with 128 images is profiled on any machine.
-How long profiling and planning such a step takes, and how much memory, a process of its own measures (`serve`).
+How long profiling and planning such a step takes, and how much memory, a process of its own measures (`plan_dry`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 
 from retime.foundations.cpu_pool import give_back_freed_memory, trim_heap
 from retime.foundations.measure import MemoryProbe
-from retime.foundations.workers import Answer
 from retime.mechanisms.memory_budget import (
     PlanChoice,
     StepMemory,
@@ -171,19 +170,17 @@ def _part(task: GraphTask, which: str, reads: Iterable[str], writes: Iterable[st
     return replace(task, name=f"{task.name} {which}", reads=tuple(reads), writes=tuple(writes))
 
 
-def serve() -> Answer:
-    """For :class:`Worker`: a request has a `network` as in an experiment file, `share` of the ideal peak, `seed`."""
-    torch.set_num_threads(1)
-    return plan_dry
-
-
 def plan_dry(request: dict[str, Any]) -> dict[str, Any]:
     """Profile the step, and plan it for a share of its peak, twice: memory counts for each time, time for the first.
 
     The first time loads code that a process has once, which counts like all else that the process grows by. Where
     sub-batches are allowed and what operations need for themselves is found by running parts of the batch, which is no
     part of this.
+
+    Args:
+        request: with a `network` as in an experiment file, `share` of the ideal peak, `seed`.
     """
+    torch.set_num_threads(1)
     give_back_freed_memory()
     network = network_of("network", request["network"], request["optimizer"], request["seed"])
     step = network.step()

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retime.foundations.measure import Spread, spread
+from retime.foundations.measure import spread
 from retime.foundations.workers import Worker, WorkerError, closing
 from retime.recipes.core import charts, machine
 from retime.recipes.core.claims import Comparison, amount
@@ -141,15 +141,13 @@ class Ranks(NetworkRecipe):
             return
         drawing, (speeds, peaks) = charts.panels(titled(result), 2, width=12.0)
         ways = [way for way in WAYS if all(point.has(way, STEP) for point in trained)]
-        for index, way in enumerate(ways):
-            values = [point.speedup(ONE, way, STEP) for point in trained]
-            charts.points_with_spread(speeds, _beside(values, index - (len(ways) - 1) / 2), values, way, index)
+        charts.beside(speeds, [(way, [point.speedup(ONE, way, STEP) for point in trained]) for way in ways], 0.13)
         speeds.set_ylabel("speed over one process (x)")
         charts.even_line(speeds, ONE)
         for quantity, filled in ((MEASURED, True), (PREDICTED, False)):
             values = [spread([_of_budget(point, quantity)]) for point in trained]
             colour = WAYS.index(ONCE)
-            charts.points_with_spread(peaks, _beside(values, 0), values, quantity, colour, filled=filled)
+            charts.points_with_spread(peaks, range(len(values)), values, quantity, colour, filled=filled)
         peaks.set_ylabel(f"peak over the budget, {ONCE}")
         charts.even_line(peaks, "budget")
         for axes in (speeds, peaks):
@@ -163,10 +161,6 @@ class Ranks(NetworkRecipe):
 
 def _name(point: Point) -> str:
     return f"{point.at['network']}\n{point.at['budget']:g} %"
-
-
-def _beside(values: list[Spread], shift: float) -> list[float]:
-    return [place + 0.13 * shift for place in range(len(values))]
 
 
 def _once_over_each(point: Point, where: str) -> Comparison:

@@ -20,7 +20,7 @@ from retime.recipes.core.claims import Comparison, Target, amount
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.modnn.budget_worker import Server
-from retime.recipes.modnn.networks import serve as serve_planning
+from retime.recipes.modnn.networks import plan_dry
 from retime.recipes.modnn.settings import MemorySettings, claim, target
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
@@ -165,7 +165,7 @@ def planning(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
     rows: dict[str, list[float]] = {PLANNING: [], FIRST: [], AGAIN: []}
     answer: dict[str, Any] = {}
     for number in range(settings.rounds):
-        answer = answer_once(serve_planning, request, settings.timeout_s)
+        answer = answer_once(plan_dry, request, settings.timeout_s)
         rows[PLANNING].append(answer.pop("seconds"))
         rows[FIRST].append(answer.pop("first_bytes") / MIB)
         rows[AGAIN].append(answer.pop("again_bytes") / MIB)

@@ -4,7 +4,7 @@ of layer, not from the budget. The batch stays whole, or is cut into parts by wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -179,14 +179,11 @@ class _ConvolutionInputs:
         def leave(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             self._input = 0
 
-        layers = [module for module in model.modules() if isinstance(module, ConvBase)]
-        handles = [layer.register_forward_pre_hook(enter) for layer in layers]
-        handles += [layer.register_forward_hook(leave) for layer in layers]
-        try:
+        with ExitStack() as hooks:
+            for layer in (module for module in model.modules() if isinstance(module, ConvBase)):
+                hooks.enter_context(layer.register_forward_pre_hook(enter))
+                hooks.enter_context(layer.register_forward_hook(leave))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def inside(self) -> AbstractContextManager[None]:
         return nullcontext()

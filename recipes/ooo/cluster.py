@@ -287,10 +287,8 @@ class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
         drawing, axes = charts.figure(titled(result))
         points = [point for point in result.points if point.has("ddp", PEAK)]
         names = [name for name in result.points[0].variants(PEAK) if name != "ddp"]
-        for index, name in enumerate(names):
-            shift = (index - (len(names) - 1) / 2) * 0.8 / len(names)
-            values = [percent_more(point, name, "ddp", PEAK) for point in points]
-            charts.points_with_spread(axes, [p + shift for p in range(len(points))], values, label(name), index)
+        series = [(label(name), [percent_more(point, name, "ddp", PEAK) for point in points]) for name in names]
+        charts.beside(axes, series, 0.8 / max(1, len(names)))
         peaks = [f"{point.at['case']}\nDDP: {point.median('ddp', PEAK):.0f} MiB" for point in points]
         axes.set_xticks(range(len(points)), peaks)
         axes.axhline(0, color=charts.GREY, linewidth=1, linestyle="--", label="DDP")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from retime.foundations.cpu_pool import MemoryPool
-from retime.foundations.workers import Answer, by_name
+from retime.foundations.workers import by_name
 from retime.mechanisms.pipeline import PipelineStep
 from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.measure import interleave
@@ -250,9 +250,10 @@ def _summed(value: float) -> float:
     return float(total)
 
 
-def serve() -> Answer:
+@joined
+def serve(request: dict[str, Any]) -> Any:
     """For `run_ranks`."""
-    return joined(by_name(sleeping, computing, remembering))
+    return by_name(sleeping, computing, remembering)(request)
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]

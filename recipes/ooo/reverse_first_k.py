@@ -279,9 +279,7 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
 
 def _draw_speeds(axes: Any, points: list[Point]) -> None:
     names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
-    for index, name in enumerate(names):
-        places = [place + (index - (len(names) - 1) / 2) * 0.17 for place in range(len(points))]
-        charts.points_with_spread(axes, places, [ratio(p, "ddp", name) for p in points], label(name), index)
+    charts.beside(axes, [(label(name), [ratio(p, "ddp", name) for p in points]) for name in names], 0.17)
     for place, point in enumerate(points):
         if (least := paper("ooo").targets["speed"].get(point.at["case"])) is not None:
             axes.hlines(least, place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)

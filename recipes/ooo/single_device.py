@@ -221,9 +221,7 @@ def _draw_gains(axes: Any, result: Result) -> None:
         series += [(f"over {words}", over)] if any(over) else []
     turned = [gain and gain[1] for gain in map(kept_on, result.points)]
     series += [("over plain, kept on in one process", turned)] if any(turned) else []
-    for index, (words, values) in enumerate(series):
-        places = [number + 0.16 * (index - (len(series) - 1) / 2) for number in range(len(values))]
-        charts.points_with_spread(axes, places, values, words, index)
+    charts.beside(axes, series, 0.16)
     charts.even_line(axes, "equally fast")
     axes.set_xticks(range(len(result.points)), [p.at["case"] for p in result.points], rotation=25, ha="right")
     axes.set_ylabel("steps per second of two streams\nagainst another step (x)")

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from retime.foundations.measure import LayerTimes, MemoryProbe, layer_times, update_ms
-from retime.foundations.workers import Answer, by_name
+from retime.foundations.workers import by_name
 from retime.mechanisms.out_of_order import OutOfOrderReport
 from retime.recipes.core.build import CPU, build_batches, build_model, build_optimizer
 from retime.recipes.core.measure import interleave
@@ -162,7 +162,8 @@ def gradient_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+@joined
+def serve(request: dict[str, Any]) -> dict[str, Any]:
     """Measure the links, then do what `do` names."""
     bandwidth = measure_bandwidth()
     if bandwidth.gloo_bits is not None and bandwidth.tcp_bits is not None:
@@ -303,8 +304,3 @@ def _search(fit: Fit) -> dict[str, Any]:
     assert fit.report is not None
     path = [[int(k), round(seconds * 1e3, 4)] for k, seconds in fit.report.searched.items()]
     return {"k": fit.k, "path": path, "steps": fit.report.search_steps, "report": fit.report.one_line}
-
-
-def serve() -> Answer:
-    """For `run_ranks`."""
-    return joined(answer)

@@ -227,28 +227,9 @@ class DDPArguments(ReportsAcrossProcesses):
         precision_plugin: Precision | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(
-            **without_none(
-                ddp_comm_state=ddp_comm_state,
-                ddp_comm_hook=ddp_comm_hook,
-                ddp_comm_wrapper=ddp_comm_wrapper,
-                model_averaging_period=model_averaging_period,
-                process_group_backend=process_group_backend,
-                timeout=timeout,
-                start_method=start_method,
-                bucket_cap_mb=bucket_cap_mb,
-                find_unused_parameters=find_unused_parameters,
-                static_graph=static_graph,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                broadcast_buffers=broadcast_buffers,
-                accelerator=accelerator,
-                parallel_devices=parallel_devices,
-                cluster_environment=cluster_environment,
-                checkpoint_io=checkpoint_io,
-                precision_plugin=precision_plugin,
-            ),
-            **ddp_kwargs,
-        )
+        given = {**locals()}  # must stay first: the arguments, and no other local names
+        named = {name: one for name, one in given.items() if name not in ("self", "ddp_kwargs", "__class__")}
+        super().__init__(**without_none(**named), **ddp_kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let ``inspect.signature``, and so ``help``, show what is behind ``**ddp`` too."""

@@ -9,14 +9,10 @@ from typing import Any
 import torch
 
 from retime.foundations.measure import status_bytes
-from retime.foundations.workers import Answer, Worker, keep_heap, tell, touch_libraries
+from retime.foundations.workers import Worker, keep_heap, tell, touch_libraries
 
 
-def serve() -> Answer:
-    return answer
-
-
-def answer(request: dict[str, Any]) -> Any:
+def serve(request: dict[str, Any]) -> Any:
     if request["do"] == "answer":
         launchers = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK") if name in os.environ}
         return {3: (1, 2), "launcher's": launchers}

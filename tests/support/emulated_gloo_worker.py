@@ -7,17 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from retime.foundations.workers import Answer
 from retime.recipes.emulated.ranks import joined, measure_bandwidth, tell
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+@joined
+def serve(request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "fail" and dist.get_rank() == 1:
         raise RuntimeError("rank 1 has had enough")
     tell("measuring")
     bandwidth = asdict(measure_bandwidth(request["mib"], repeats=2))
     return bandwidth | {"cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
-
-
-def serve() -> Answer:
-    return joined(answer)

@@ -5,14 +5,10 @@ import signal
 import time
 from typing import Any
 
-from retime.foundations.workers import Answer, tell
+from retime.foundations.workers import tell
 
 
-def serve() -> Answer:
-    return answer
-
-
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def serve(request: dict[str, Any]) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     tell(f"rank {rank} runs as {os.getpid()}")
     if request["do"] == "die" and rank == 1:

@@ -13,23 +13,3 @@ from retime.mechanisms.memory_budget.dry_run.run import (
     replay,
 )
 from retime.mechanisms.memory_budget.dry_run.trace import AllocatedBytes, Operation, TooMuchAllocated
-
-__all__ = [
-    "AllocatedBytes",
-    "Buckets",
-    "DryRun",
-    "EVERYTHING",
-    "Gradients",
-    "LargestTask",
-    "Lifetimes",
-    "Operation",
-    "Size",
-    "StepProfile",
-    "TooMuchAllocated",
-    "TrainingStep",
-    "check_held",
-    "everything",
-    "profile_step",
-    "replay",
-    "task_graph",
-]

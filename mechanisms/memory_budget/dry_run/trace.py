@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -108,17 +108,12 @@ class RunningLayer:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Follow which layer runs, by hooks on the module's children."""
-        handles = []
-        for child in self._module.modules():
-            if isinstance(child, torch.jit.ScriptModule):  # it takes no hooks: what it does counts for its parent
-                continue
-            handles.append(child.register_forward_pre_hook(self._enter_layer))
-            handles.append(child.register_forward_hook(self._leave_layer, always_call=True))
-        try:
+        with ExitStack() as hooks:
+            for child in self._module.modules():
+                if not isinstance(child, torch.jit.ScriptModule):  # it takes no hooks: its parent is counted
+                    hooks.enter_context(child.register_forward_pre_hook(self._enter_layer))
+                    hooks.enter_context(child.register_forward_hook(self._leave_layer, always_call=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter_layer(self, module: nn.Module, args: object) -> None:
         self._stack.append(self._names.get(id(module)) or self._root)

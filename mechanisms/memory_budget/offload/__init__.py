@@ -9,20 +9,3 @@ from retime.mechanisms.memory_budget.offload.saved_tensors import (
     PlanMismatch,
 )
 from retime.mechanisms.memory_budget.offload.tier import HostError, HostNone, HostNull, HostTier, check_host
-
-__all__ = [
-    "HostDisk",
-    "HostError",
-    "HostMemory",
-    "HostNone",
-    "HostNull",
-    "HostTier",
-    "NoHooksError",
-    "OffloadReport",
-    "OffloadSavedTensors",
-    "PlanMismatch",
-    "ResidentTensor",
-    "check_host",
-    "check_host_text",
-    "parse_host",
-]

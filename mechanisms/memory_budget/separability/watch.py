@@ -51,11 +51,8 @@ class SampleNoise:
     def of(self, names: Sequence[int]) -> Iterator[None]:
         """Around a run of the step on these samples."""
         self.names, self._calls = names, 0
-        handle = register_module_forward_hook(self._after)
-        try:
+        with register_module_forward_hook(self._after):
             yield
-        finally:
-            handle.remove()
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         return tree_map(self._changed, output) if any(True for _ in module.parameters(recurse=False)) else output

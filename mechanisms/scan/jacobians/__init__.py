@@ -17,22 +17,3 @@ from retime.mechanisms.scan.jacobians.layers import (
     transposed_jacobian,
 )
 from retime.mechanisms.scan.jacobians.sparse import CsrPattern, ProductPlan, VectorPlan, product_pattern
-
-__all__ = [
-    "CsrPattern",
-    "JacobianScan",
-    "LayerJacobian",
-    "ProductPlan",
-    "UnknownJacobian",
-    "VectorPlan",
-    "count_flops",
-    "flop_of_product",
-    "flop_of_vector",
-    "full_levels",
-    "jacobian_of",
-    "product_pattern",
-    "prune_class_blind",
-    "prune_class_uniform",
-    "scan_plan",
-    "transposed_jacobian",
-]

@@ -55,6 +55,7 @@ class LayerJacobian(ABC):
     def move(self, device: torch.device) -> None:
         """Put the pattern, and what else was built once, on the device of the layer."""
         self.pattern = self.pattern.to(device)
+        vars(self).update({name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)})
 
 
 # Which inputs the windows of a convolution or pooling cover, in any number of dimensions.
@@ -176,10 +177,6 @@ class ConvolutionJacobian(WeightJacobian):
         (weight,) = saved
         return weight.reshape(-1).index_select(0, self._weight_of)[:, None]
 
-    def move(self, device: torch.device) -> None:
-        super().move(device)
-        self._weight_of = self._weight_of.to(device)
-
 
 def _convolution_windows(layer: Convolution, sizes: torch.Size) -> Windows:
     """The windows over an input of these spatial sizes."""
@@ -243,10 +240,6 @@ class MaxPoolJacobian(LayerJacobian):
         of_entry = picked.flatten(1).t().index_select(0, self.pattern.indices)
         return (of_entry == self._input_of_plane[:, None]).to(like.dtype)
 
-    def move(self, device: torch.device) -> None:
-        super().move(device)
-        self._input_of_plane = self._input_of_plane.to(device)
-
 
 class AveragePoolJacobian(LayerJacobian):
     """Entries at all inputs of each window, all of them one over the divisor.
@@ -285,10 +278,6 @@ class AveragePoolJacobian(LayerJacobian):
     def values(self, *saved: Tensor) -> Tensor:
         (like,) = saved
         return self._weight.to(like.dtype)
-
-    def move(self, device: torch.device) -> None:
-        super().move(device)
-        self._weight = self._weight.to(device)
 
 
 def _spatial(layer: nn.Module, input_shape: torch.Size) -> tuple[int, ...]:
@@ -359,11 +348,6 @@ class LinearJacobian(WeightJacobian):
         (weight,) = saved
         flat = weight.t().reshape(-1, 1)
         return flat if self._kept is None else flat.index_select(0, self._kept)
-
-    def move(self, device: torch.device) -> None:
-        super().move(device)
-        if self._kept is not None:
-            self._kept = self._kept.to(device)
 
 
 class ReLUJacobian(LayerJacobian):

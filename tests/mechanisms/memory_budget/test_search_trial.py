@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retime.mechanisms.memory_budget.costs import StepCosts, calibrate
-from retime.mechanisms.memory_budget.dry_run.profile import LargestTask
 from retime.mechanisms.memory_budget.dry_run.run import TrainingStep
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.search import PlanChoice, PlanTrial, part_sizes, search_plan
-from retime.mechanisms.memory_budget.step_memory import MemoryFloor, StepMemory
+from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.schedules.budget import BudgetError, OffloadPlan
 
 SAMPLES, MANY = 32, 512
@@ -107,10 +106,10 @@ def test_parts_need_not_divide_the_batch(samples: int, sizes: tuple[int, ...]) -
 
 
 def test_a_floor_that_is_named_is_the_one_that_is_required() -> None:
-    floor = MemoryFloor(2**20, 1, 0, 0, LargestTask("mm", "0", "forward", 1))
-    floor.require(2**20)
-    with pytest.raises(BudgetError, match=f"at least {2**20} bytes"):
-        floor.require(2**20 - 1)
+    memory = StepMemory(step_of(), part_sizes(SAMPLES))
+    memory.require(floor := memory.floor.bytes)
+    with pytest.raises(BudgetError, match=f"at least {floor} bytes"):
+        memory.require(floor - 1)
 
 
 class Masked(nn.Module):
