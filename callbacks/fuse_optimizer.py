@@ -1,10 +1,11 @@
 """Optimizer fusion as a callback, beside a single-device or DDP strategy."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism, refuse
 from retime.foundations.ddp import sparse_layer
+from retime.foundations.patching import layered_methods
 from retime.mechanisms.fusion import FusionReport, reduction_of
 from retime.strategies.support.base import refuse_other_trainer
 from retime.strategies.support.fused_stepping import FusedStepping, mechanisms_of
@@ -36,6 +38,7 @@ class FuseOptimizer(Callback):
     @checked
     def __init__(self, mode: str = "backward", bucket_bytes: int | str | None = None) -> None:
         self._stepping = FusedStepping(mode, bucket_bytes)
+        self._layer = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_other_trainer(trainer)
@@ -57,8 +60,9 @@ class FuseOptimizer(Callback):
             else:
                 stepping.reduce_through(reduction_of(strategy.model))
         rank_zero_info(f"retime: {stepping.start(trainer)}")
-        _restore(strategy)  # a copy of a Trainer that was made during its fit has the original's
-        strategy.optimizer_step = _FusedStep(stepping, trainer, strategy.optimizer_step)  # type: ignore[method-assign]
+        self._layer.close()  # a copy of a Trainer that was made during its fit has the original's
+        fused = _FusedStep(stepping, trainer, strategy.optimizer_step)
+        self._layer.enter_context(layered_methods(strategy, optimizer_step=fused))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._stepping.before_training_step(pl_module)
@@ -76,7 +80,7 @@ class FuseOptimizer(Callback):
     def _finish(self, trainer: Trainer) -> None:
         if self._stepping.stop():
             rank_zero_info(f"retime: {self.report().headline}")
-        _restore(trainer.strategy)
+        self._layer.close()
 
     def flush(self) -> None:
         """Forward mode: run all pending updates now, before reads that bypass torch functions."""
@@ -88,7 +92,7 @@ class FuseOptimizer(Callback):
 
 
 class _FusedStep:
-    """Takes the place of a strategy's ``optimizer_step``; copied and pickled with the strategy."""
+    """Stands before a strategy's ``optimizer_step``; copied and pickled with the strategy."""
 
     def __init__(self, stepping: FusedStepping, trainer: Trainer, plain: Callable[..., Any]) -> None:
         self.stepping, self.trainer, self.plain = stepping, trainer, plain
@@ -98,11 +102,3 @@ class _FusedStep:
         return self.stepping.step(
             self.trainer, optimizer, closure, lambda chosen: self.plain(optimizer, chosen, *args, **kwargs), further
         )
-
-
-def _restore(strategy: Strategy) -> None:
-    step = strategy.__dict__.get("optimizer_step")
-    if isinstance(step, _FusedStep):
-        del strategy.__dict__["optimizer_step"]
-        if getattr(step.plain, "__func__", None) is not type(strategy).optimizer_step:
-            strategy.optimizer_step = step.plain  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from retime.callbacks.support.phases import check_can_draw, folder_of, write_timeline
 from retime.foundations.arguments import AtLeast, checked
+from retime.foundations.messages import warn_no_effect
 from retime.strategies import OOOPipelineStrategy
 
 
@@ -21,7 +22,7 @@ class PipelineTimeline(Callback):
     Rank zero writes, for the first pipeline. The files are named by optimizer step.
 
     Args:
-        every_n_steps: draw each n-th batch.
+        every_n_steps: draw each n-th batch of a fit.
         dirpath: folder for the files; the default is ``pipeline`` in the trainer's ``log_dir``.
         png: draw ``<step>.png``; needs matplotlib.
         trace: write ``<step>.json``, a Chrome trace for https://ui.perfetto.dev.
@@ -50,6 +51,7 @@ class PipelineTimeline(Callback):
         self.png, self.trace, self.page = png, trace, page
         self.files: list[Path] = []
         self._folder = Path()
+        self._batches = 0  # of this fit
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -61,10 +63,21 @@ class PipelineTimeline(Callback):
             )
         self._folder = folder_of(trainer, self.dirpath, "pipeline")
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._batches = 0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if 0 < self._batches < self.every_n_steps and trainer.is_global_zero:
+            warn_no_effect(
+                f"PipelineTimeline drew none of {self._batches} batches, since it draws one in {self.every_n_steps}: "
+                "train longer, or give a smaller every_n_steps."
+            )
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (batch_idx + 1) % self.every_n_steps:
+        self._batches += 1
+        if self._batches % self.every_n_steps:
             return
         strategy = trainer.strategy
         assert isinstance(strategy, OOOPipelineStrategy)

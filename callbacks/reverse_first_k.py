@@ -30,7 +30,7 @@ class ReverseFirstK(Callback):
             raise ValueError(f"search_every_n_epochs={search_every_n_epochs} needs k='auto', got k={k!r}")
         self.k = k
         self.search_every_n_epochs = search_every_n_epochs
-        self.log = log
+        self._logs = log  # Lightning puts the module's log method at `callback.log`
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_other_trainer(trainer)
@@ -49,7 +49,7 @@ class ReverseFirstK(Callback):
             self._strategy_of(trainer).set_k("auto")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.log:
+        if self._logs:
             k: Any = self._strategy_of(trainer).k
             pl_module.log("reverse_first_k", float(k), rank_zero_only=True)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, strategies
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, strategies
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
@@ -25,12 +25,12 @@ from torch import nn
 import retime
 from retime.callbacks.support.phases import StrategyPhases
 from retime.commands.errors import one_line
-from retime.commands.job import Supervised, given_by, job_of, module_of, optimizers_in, quiet
+from retime.commands.job import Supervised, given_by, job_of, module_of, quiet
 from retime.foundations.measure import MemoryProbe, StepTimer, layer_times
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning, show_bytes, warn_no_effect
 from retime.foundations.parts import samples_in
 from retime.foundations.storages import strided_bytes
-from retime.foundations.torch_private.engine import tree_leaves
+from retime.foundations.torch_private.engine import tree_leaves, tree_map
 from retime.foundations.workers import keep_heap, next_request, touch_libraries
 from retime.mechanisms.memory_budget import parse_budget
 
@@ -287,6 +287,8 @@ class Turns(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._kernels = [(group, {key: group[key] for key in _FUSED if key in group}) for group in groups]
+        for schedule in trainer.lr_scheduler_configs:
+            schedule.frequency = _MANY + 1  # it may be for fewer steps
         self._watch()
         self._began = perf_counter()
 
@@ -372,7 +374,7 @@ class _Batches:
 
     def __iter__(self) -> Any:
         while True:
-            yield from self._batches
+            yield from (tree_map(lambda leaf: leaf, batch) for batch in self._batches)  # hooks may change a dict
 
     def __len__(self) -> int:
         return _MANY
@@ -387,17 +389,19 @@ def fit_in_turns(
     trainer: dict[str, Any],
     facts: dict[str, Any],
     of_report: Callable[[Any], dict[str, Any]] = lambda report: {},
+    data: LightningDataModule | None = None,
 ) -> None:
     """Train by a method, on the batches over and over; a :class:`Turns` answers from inside.
 
     Args:
         module: of which nothing was trained yet.
-        batches: as the module's `training_step` takes them.
+        batches: as a loader gives them.
         method: how to train.
         devices: ranks, of which this process is one.
         trainer: more arguments of the Trainer.
         facts: go with the first answer.
         of_report: what else of the method's report goes with each answer.
+        data: where the batches are from, for its hooks.
 
     Raises:
         RuntimeError: the fit ended by itself.
@@ -415,7 +419,10 @@ def fit_in_turns(
             num_sanity_val_steps=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             **options,
         )  # fmt: skip
-        fit.fit(module, _Batches(batches))
+        loader = _Batches(batches)
+        if data is not None:
+            data.train_dataloader = lambda: loader  # type: ignore[method-assign]
+        fit.fit(module, loader if data is None else None, datamodule=data)
     raise RuntimeError("training ended by itself: the module stops it, by max_steps or trainer.should_stop")
 
 
@@ -432,10 +439,11 @@ def _fit(request: dict[str, Any]) -> None:
     configure, callbacks = module.configure_optimizers, module.configure_callbacks
 
     def with_kernels() -> Any:
-        optimizers = configure()
-        for group in (group for one in optimizers_in(optimizers) for group in one.param_groups):
+        made = configure()
+        optimizers = (one for one in tree_leaves(made) if isinstance(one, torch.optim.Optimizer))
+        for group in (group for one in optimizers for group in one.param_groups):
             group.update(_FUSED if request["fused"] and "fused" in group else {})
-        return optimizers_in(optimizers)  # schedules may be written for fewer steps
+        return made
 
     def without_checkpoints() -> list[Callback]:
         given = callbacks()
@@ -444,7 +452,7 @@ def _fit(request: dict[str, Any]) -> None:
     module.configure_optimizers = with_kernels  # type: ignore[method-assign]
     module.configure_callbacks = without_checkpoints  # type: ignore[method-assign]
     facts = _facts(given.model, given.batch) if request.get("facts") else {}
-    how = {"devices": request["devices"], "trainer": request["trainer"], "facts": facts}
+    how = {"devices": request["devices"], "trainer": request["trainer"], "facts": facts, "data": given.data}
     with quiet():
         fit_in_turns(module, [given.batch], request["method"], **how)
 

@@ -1,5 +1,6 @@
 """What the commands say beside their answers: progress, and errors in one line with their place in the user's code."""
 
+import os
 import sys
 import sysconfig
 import traceback
@@ -12,9 +13,11 @@ def progress(text: str) -> None:
 
 
 def check_folder(option: str, file: Path | None) -> None:
-    """Raise ValueError if the file that an option names could not be written, as its folder is missing."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise ValueError(f"{option} {file}: there is no folder {file.parent}; make it first")
+    """Raise ValueError if the file that an option names is a folder, or could not be written into one."""
+    if file is not None and file.is_dir():
+        raise ValueError(f"{option} {file} is a folder: name a file in it")
+    if file is not None and not (file.absolute().parent.is_dir() and os.access(file.absolute().parent, os.W_OK)):
+        raise ValueError(f"{option} {file}: there is no folder {file.parent} to write into; make it first")
 
 
 def one_line(error: BaseException) -> str:

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -28,7 +30,7 @@ _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class _StandIn(Trainer):
-    """For modules that ask their trainer: schedules of learning rates do, and have no part in a plan."""
+    """For modules that ask their trainer, which trains."""
 
     estimated_stepping_batches = 1000
 
@@ -49,11 +51,16 @@ class Job:
 
 @dataclass
 class Given:
-    """Model that the command line names, its first batch, and what makes an optimizer, if it says which."""
+    """Model that the command line names, its first batch as loaded, and what makes an optimizer, if it says which.
+
+    `data` is the data module of the batch, whose hooks have a part in its transfer to `device`.
+    """
 
     model: nn.Module
     batch: Any
     optimizer: Make | None
+    data: LightningDataModule | None
+    device: str
 
 
 def add_job_options(command: argparse.ArgumentParser) -> None:
@@ -72,16 +79,17 @@ def given_by(options: argparse.Namespace, words: Sequence[str]) -> Given:
     """
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch}: give 1 or more")
-    given = _from_config(options, words) if options.config else _from_reference(options, words)
-    makes_layers_later = isinstance(given.model, LightningModule) and is_overridden("configure_model", given.model)
-    if not makes_layers_later and not any(one.requires_grad for one in given.model.parameters()):
-        kind = type(given.model).__name__
+    model, data, make = _from_config(options, words) if options.config else _from_reference(options, words)
+    module = data if isinstance(data, LightningDataModule) else None
+    _attach_trainer(model, module)
+    given, kind = Given(model, _first_batch(data), make, module, options.device), type(model).__name__
+    makes_layers_later = isinstance(model, LightningModule) and is_overridden("configure_model", model)
+    if not makes_layers_later and not any(one.requires_grad for one in model.parameters()):
         raise ValueError(f"{kind} has no parameters to train: give it some, or requires_grad_() to those that it has")
-    if isinstance(given.model, LightningModule):
-        kind = type(given.model).__name__
-        if not is_overridden("training_step", given.model):
+    if isinstance(model, LightningModule):
+        if not is_overridden("training_step", model):
             raise ValueError(f"{kind} has no training_step: write one, or return a plain nn.Module")
-        if options.optimizer and is_overridden("configure_optimizers", given.model):
+        if options.optimizer and is_overridden("configure_optimizers", model):
             raise ValueError(f"--optimizer {options.optimizer}: {kind} has a configure_optimizers, so drop --optimizer")
     return given
 
@@ -137,32 +145,19 @@ def module_of(given: Given) -> LightningModule:
     return model
 
 
-def optimizers_in(result: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers in what a `configure_optimizers` returned."""
-    if isinstance(result, torch.optim.Optimizer):
-        return [result]
-    if isinstance(result, dict):
-        return [result["optimizer"]]
-    several: Any = result or ()
-    optimizers = [
-        one for part in several if isinstance(part, dict | torch.optim.Optimizer) for one in optimizers_in(part)
-    ]
-    return optimizers or (optimizers_in(several[0]) if several else [])  # ([optimizers], [schedulers])
-
-
-def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Given:
+def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> tuple[nn.Module, Any, Make | None]:
     if len(words) != 1 or ":" not in words[0]:
         raise ValueError(f"{' '.join(words)!r} names no model: write package.module:function, or give --config FILE")
     (reference,) = words
-    model, batch = _called(reference, options.batch)
+    model, data = _called(reference, options.batch)
     model = model.to(options.device)
     if not isinstance(model, LightningModule):  # a Trainer leaves frozen parts in the mode that they have
         model.train()
-    return Given(model, _first_batch(batch, options.device), _named_optimizer(options))
+    return model, data, _named_optimizer(options)
 
 
 def _called(reference: str, batch_size: int | None) -> tuple[nn.Module, Any]:
-    """The model and the batch that the function returns, with a batch size that it then has to take."""
+    """The model and its data that the function returns, with a batch size that it then has to take."""
     function = _function(reference)
     takes = inspect.signature(function).parameters
     needed = [name for name, one in takes.items() if one.default is one.empty and one.kind not in _STARRED]
@@ -173,19 +168,33 @@ def _called(reference: str, batch_size: int | None) -> tuple[nn.Module, Any]:
         raise ValueError(f"--batch {batch_size}: {reference} takes no batch_size; add that argument, or drop --batch")
     result = function(**({} if batch_size is None else {"batch_size": batch_size}))
     if isinstance(result, LightningModule) and is_overridden("train_dataloader", result):
-        result.prepare_data()
-        _set_up(result)
-        result = result, result.train_dataloader()
+        result = result, result
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         kinds = ", ".join(type(one).__name__ for one in (result if isinstance(result, tuple) else (result,)))
         raise ValueError(f"{reference} returned ({kinds}): return (model, batch)")
     return result
 
 
-def _set_up(model: LightningModule) -> None:
-    """Call its ``setup`` as a Trainer does, whose later call then does nothing."""
-    model.setup("fit")
-    model.setup = lambda stage: None  # type: ignore[method-assign]
+def _attach_trainer(*owners: Any) -> None:
+    """Give a LightningModule and a data module a trainer to ask."""
+    if hooked := [one for one in owners if isinstance(one, DataHooks)]:
+        with quiet():
+            steps = _StandIn.estimated_stepping_batches
+            trainer: Any = _StandIn(accelerator="cpu", logger=False, barebones=True, max_steps=steps)
+        trainer.training = True
+        for one in hooked:
+            one.trainer = trainer
+            if isinstance(one, LightningModule):
+                trainer.strategy.connect(one)
+            else:
+                trainer.datamodule = one
+
+
+def _set_up(owner: Any) -> None:
+    """Call ``prepare_data`` and ``setup`` of a module, or a data module, as a Trainer does; later calls do nothing."""
+    owner.prepare_data()
+    owner.setup("fit")
+    owner.prepare_data, owner.setup = lambda: None, lambda stage: None
 
 
 def _function(reference: str) -> Callable[..., Any]:
@@ -208,26 +217,35 @@ def _function(reference: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> Given:
+def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[nn.Module, Any, Make | None]:
     from retime.commands.configured import from_config
 
     named = _named_optimizer(options)
     model, data, configured = from_config(options.config, overrides, options.device, options.batch, named is not None)
-    return Given(model, _first_batch(data, options.device), named or configured)
+    return model, data, named or configured
 
 
-def _first_batch(data: Any, device: torch.device | str) -> Any:
-    """First batch of a LightningDataModule or of loaders, on a device; anything else is a batch."""
-    is_module = isinstance(data, LightningDataModule)
-    if is_module:
-        data.prepare_data()
-        data.setup("fit")
+def _first_batch(data: Any) -> Any:
+    """First batch of loaders, or of a module or data module that has them; anything else is a batch."""
+    has_loaders = isinstance(data, DataHooks)
+    if has_loaders:
+        _set_up(data)
         data = data.train_dataloader()
-    if any(isinstance(leaf, DataLoader) for leaf in tree_leaves(data)):  # perhaps several, as Lightning combines them
+    if isinstance(data, CombinedLoader):
+        has_loaders, data = True, data.iterables
+    if has_loaders or any(isinstance(leaf, DataLoader) for leaf in tree_leaves(data)):
         data, *_ = next(iter(CombinedLoader(tree_map(_in_one_process, data), "max_size_cycle")))
-    elif is_module:
-        data = next(iter(data))
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, data)
+    return data
+
+
+def _transferred(given: Given) -> Any:
+    """The batch as a Trainer gives it to `training_step`: hooks of the data module go before the module's."""
+    batch = given.batch
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        owners = [one for one in (given.data, given.model) if isinstance(one, DataHooks) and is_overridden(name, one)]
+        more = (torch.device(given.device), 0) if name.startswith("transfer") else (0,)
+        batch = getattr([*owners, DataHooks()][0], name)(batch, *more)
+    return batch
 
 
 def _in_one_process(loader: Any) -> Any:
@@ -255,7 +273,7 @@ def _named_optimizer(options: argparse.Namespace) -> Make | None:
 
 
 def _supervised_job(given: Given) -> Job:
-    model, batch = given.model, given.batch
+    model, batch = given.model, _transferred(given)
     optimizers = [given.optimizer(model.parameters())] if given.optimizer else []
     if not isinstance(batch, Mapping) and not (isinstance(batch, list | tuple) and len(batch) > 1):
         size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
@@ -268,8 +286,13 @@ def _supervised_job(given: Given) -> Job:
     return Job(model, batch, lambda part: _cross_entropy(model(part[0]), part[1]), optimizers)
 
 
-def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _cross_entropy(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     """Cross entropy of logits `(..., classes)`; maps `(samples, classes, height, width)` have them in dimension 1."""
+    if not isinstance(outputs, torch.Tensor):
+        raise TypeError(
+            f"the model returned a {type(outputs).__name__}: let a plain nn.Module return logits, or give a "
+            "LightningModule, whose training_step returns the loss"
+        )
     if outputs.dim() != 4:
         outputs, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
     return cross_entropy(outputs, targets)
@@ -281,17 +304,18 @@ def _lightning_job(given: Given) -> Job:
     assert isinstance(model, LightningModule)
     if not model.automatic_optimization:
         raise ValueError(f"{type(model).__name__} has manual optimization: a plan needs automatic optimization")
-    steps = _StandIn.estimated_stepping_batches
-    with quiet():
-        model.trainer = _StandIn(accelerator="cpu", logger=False, barebones=True, max_steps=steps)
+    trainer = model.trainer
     _set_up(model)
     if is_overridden("configure_model", model):
         model.configure_model()
-    optimizers = [given.optimizer(model.parameters())] if given.optimizer else []
+    model.to(given.device)
     if is_overridden("configure_optimizers", model):
-        optimizers = optimizers_in(model.configure_optimizers())
+        trainer.strategy.setup_optimizers(trainer)  # with their schedules, for a step that asks for them
+    elif given.optimizer:
+        trainer.optimizers = [given.optimizer(model.parameters())]
+    step, batch = _training_step(model), _transferred(given)
     kept = is_overridden("optimizer_zero_grad", model)  # it may leave zeros
-    return Job(model, given.batch, _training_step(model), optimizers, "kept" if kept else "freed after forward")
+    return Job(model, batch, step, trainer.optimizers, "kept" if kept else "freed after forward")
 
 
 @contextlib.contextmanager
@@ -309,9 +333,7 @@ def quiet() -> Iterator[None]:
 
 
 def _training_step(model: LightningModule) -> Callable[[Any], Any]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    named = [one for one in inspect.signature(model.training_step).parameters.values() if one.kind in kinds]
-    more = (0,) * (len(named) - 1)  # the batch's number, and the loader's: a Trainer gives them by position
+    more = (0,) if is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2) else ()  # as a Trainer asks
     for name in ("log", "log_dict"):  # there is no trainer to log to
         model.__dict__[name] = lambda *_, **__: None
     return lambda batch: model.training_step(batch, *more)

@@ -48,7 +48,7 @@ class ScanSequential(nn.Sequential):
 
     Convolutions, linear layers, poolings, elementwise functions, dropout and flatten are supported; their Jacobians are
     exact and sparse, so gradients equal autograd's up to rounding, as sums have another order. Weight gradients stay
-    autograd's own. Any other layer, and one with forward or backward hooks, runs plain
+    autograd's own. Any other layer, and one with hooks or a ``forward`` of its own on the instance, runs plain
     between two scans, and one `NoEffectWarning` names it. Constructor, ``state_dict`` and indices are
     ``nn.Sequential``'s. ``create_graph=True`` is refused: no double backward.
 
@@ -80,9 +80,9 @@ class ScanSequential(nn.Sequential):
         Raises:
             TypeError: ``model`` has a ``forward`` of its own, or hooks.
         """
-        if type(model).forward not in (nn.Sequential.forward, cls.forward):
+        if type(model).forward not in (nn.Sequential.forward, cls.forward) or "forward" in vars(model):
             raise TypeError(f"ScanSequential.of: {type(model).__name__} has a forward of its own, which would not run")
-        if _has_hooks(model):
+        if _altered(model):
             raise TypeError("ScanSequential.of: the model has hooks, which would not run: register them on the result")
         sequential = cls(levels=levels)
         for name, layer in _layers(model):
@@ -122,8 +122,8 @@ class ScanSequential(nn.Sequential):
         """Return the Jacobian of a layer at this input shape, or the reason why it runs plain."""
         if not isinstance(inputs, Tensor) or inputs.dim() < 2:
             return "its input is no tensor with a dimension beside the batch"
-        if _has_hooks(layer):
-            return "it has hooks"
+        if altered := _altered(layer):
+            return altered
         if not inputs.is_floating_point():
             return f"its input is {inputs.dtype}"
         key = (name, type(layer), _settings(layer), inputs.shape[1:], inputs.device)
@@ -241,9 +241,9 @@ def _layers(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
 
 
 def _leaves(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The layers in order, with those of nested plain ``nn.Sequential`` without hooks in their place."""
+    """The layers in order, with those of nested plain ``nn.Sequential`` that nobody altered in their place."""
     for name, layer in _layers(model):
-        if type(layer) is nn.Sequential and not _has_hooks(layer):
+        if type(layer) is nn.Sequential and not _altered(layer):
             yield from _leaves(layer, f"{prefix}{name}.")
         else:
             yield prefix + name, layer
@@ -255,10 +255,12 @@ def _settings(layer: nn.Module) -> tuple[tuple[str, str], ...]:
     return tuple((name, repr(one)) for name, one in plain.items() if isinstance(one, _SETTINGS))
 
 
-_SETTINGS = (bool, int, float, str, tuple, type(None))
+_SETTINGS = (bool, int, float, str, tuple, list, type(None))
 
 
-def _has_hooks(layer: nn.Module) -> bool:
-    """Return whether hooks may see or change what flows through; those that apply pruning masks to weights may stay."""
+def _altered(layer: nn.Module) -> str | None:
+    """Reason why a layer may do other things than its class; hooks that apply pruning masks to weights may stay."""
+    if "forward" in vars(layer):
+        return "its forward was replaced on the instance"
     pre = [hook for hook in forward_pre_hooks(layer).values() if not isinstance(hook, BasePruningMethod)]
-    return bool(pre or forward_hooks(layer) or any(backward_hooks(layer)))
+    return "it has hooks" if pre or forward_hooks(layer) or any(backward_hooks(layer)) else None

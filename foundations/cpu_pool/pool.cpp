@@ -109,17 +109,21 @@ class Pool final : public c10::Allocator {
   void* take(size_t nbytes) {
     const size_t size = rounded_up(nbytes, page_bytes());
     std::lock_guard<std::mutex> guard(mutex_);
-    most_live_ = std::max(most_live_, counts_.live + static_cast<int64_t>(size));
-    char* block = from_free(size);
-    if (block != nullptr) {
-      counts_.reused += size;
-    } else if ((block = assembled(size)) == nullptr) {
-      block = mapped(size);
-    }
+    const int64_t most_live = most_live_;
+    most_live_ = std::max(most_live, counts_.live + static_cast<int64_t>(size));
+    char* block = nullptr;
     try {
+      if ((block = from_free(size)) != nullptr) {
+        counts_.reused += size;
+      } else if ((block = assembled(size)) == nullptr) {
+        block = mapped(size);
+      }
       live_[block] = size;
     } catch (...) {
-      munmap(block, size);
+      most_live_ = most_live;
+      if (block != nullptr) {
+        munmap(block, size);
+      }
       throw;
     }
     counts_.live += size;

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from hydra.utils import get_object, instantiate
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
@@ -36,12 +37,12 @@ def build(block: dict[str, Any], **more: Any) -> Any:
 
 
 def build_model(block: dict[str, Any], device: torch.device, seed: int) -> nn.Module:
-    """The model with weights that depend on `seed` alone, in training mode on `device`."""
+    """The model with weights that depend on `seed` alone, on `device`; a plain one in training mode."""
     torch.manual_seed(seed)
     model = build(block)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{block['_target_']} returned a {type(model).__name__}, not an nn.Module")
-    return model.to(device).train()
+    return model.to(device) if isinstance(model, LightningModule) else model.to(device).train()
 
 
 def build_batches(

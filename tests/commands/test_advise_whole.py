@@ -25,7 +25,7 @@ MODELS = """
 import os
 import time
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
@@ -80,6 +80,21 @@ class Awkward(Small):
     def configure_callbacks(self):
         return ModelCheckpoint(every_n_train_steps=1)
 
+class Rows(LightningDataModule):
+    def train_dataloader(self):
+        return {"a": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*BATCH), batch_size=8)}
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        assert self.trainer.training
+        batch["b"] = batch.pop("a")
+        return batch
+
+class Hooked(Small):
+    def training_step(self, batch, batch_idx):
+        assert self.trainer.datamodule is not None
+        self.lr_schedulers().get_last_lr()
+        return super().training_step(batch["b"], batch_idx)
+
 class Fails(Small):
     def training_step(self, batch, batch_idx):
         raise ZeroDivisionError("not this step's fault")
@@ -91,6 +106,9 @@ class Hangs(Small):
 
 def small():
     return Small(), BATCH
+
+def hooked():
+    return Hooked(), Rows()
 
 def fails():
     return Fails(), BATCH
@@ -134,11 +152,12 @@ def test_a_process_trains_in_turns(folder: Path) -> None:
         assert len(running.steps(limit, 3, threads=2, fused=False)["ms"]) == 3
 
 
-def test_modules_as_lightning_takes_them(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["Awkward", "hooked"])
+def test_modules_as_lightning_takes_them(folder: Path, name: str) -> None:
     """Loaders by name with workers, hooks, schedules of few steps, frozen parts, threads of its own, checkpoints."""
-    request, limit = request_of("Awkward") | {"fused": False}, Limit(limit_s(60))
+    request, limit = request_of(name) | {"fused": False}, Limit(limit_s(60))
     with closing(Running(serve, request, None, 1, limit)) as running:
-        assert not running.first["has_fused"]  # torch's kernel takes no complex numbers
+        assert running.first["has_fused"] == (name == "hooked")  # torch's kernel takes no complex numbers
         assert len(running.steps(limit, 5)["ms"]) == 5
     assert not [*folder.rglob("*.ckpt")]
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 
-from retime.commands.job import Job, optimizers_in
+from retime.commands.job import Job
 from retime.commands.main import main
 from retime.mechanisms.memory_budget.planner import PlanningStages
 from retime.mechanisms.memory_budget.search import MOST_TRIALS
@@ -68,9 +69,13 @@ class Later(Net):
 
 
 class Bare(Net):
-    """Leaves its optimizer to the config."""
+    """Leaves its optimizer to the config, and has a frozen part."""
 
     configure_optimizers = LightningModule.configure_optimizers
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].eval()
 
 
 class Batches(LightningDataModule):
@@ -105,6 +110,10 @@ def frozen() -> Any:
 
 def no_targets() -> Any:
     return Net().net, (torch.ones(4, support.FEATURES),)
+
+
+def two_outputs() -> Any:
+    return nn.GRU(3, 2), (torch.ones(4, 2, 3), torch.zeros(4, 2, dtype=torch.long))
 
 
 class Stepless(Net):
@@ -144,6 +153,54 @@ class Language(nn.Module):
 def language() -> Any:
     ids = torch.randint(20, (16, 5))
     return Language(), {"input_ids": ids, "labels": ids}
+
+
+class Hooked(Batches):
+    """As data modules put batches together on the device; they ask their trainer, and combine loaders."""
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        assert self.trainer.datamodule is self
+        assert isinstance(self.trainer.lightning_module, Net)
+        self.batch_size //= self.trainer.world_size
+
+    def train_dataloader(self) -> Any:
+        return CombinedLoader({"a": super().train_dataloader(), "b": range(2)}, "min_size")
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch["a"], batch["b"]]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [one.repeat(2, *[1] * (one.dim() - 1)) for one in batch[:2]]
+
+
+def hooked() -> Any:
+    return AsksItsTrainer(), Hooked()
+
+
+class AsksItsTrainer(Net):
+    """In a step behind a decorator that takes any arguments."""
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer.world_size == 1
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [one[:10] for one in batch]
+
+    def training_step(self, *given: Any, **_: Any) -> Any:
+        batch, number = given
+        schedule, optimizer = self.lr_schedulers(), self.optimizers()
+        assert schedule.get_last_lr() == [optimizer.param_groups[number]["lr"]]  # type: ignore[union-attr]
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
+
+
+class Streams(AsksItsTrainer):
+    def train_dataloader(self) -> Any:
+        return map(list, support.loader())
 
 
 class Unpacks(Net):
@@ -406,20 +463,20 @@ def test_a_lightning_module_in_a_config_is_planned_by_its_own_step(
         (optimizer,) = job.optimizers
         assert type(optimizer) is kind, "a module's own is used if it has one"
         assert optimizer.param_groups[0]["params"] == list(job.model.parameters())
-
-
-def test_optimizers_in_what_lightning_takes() -> None:
-    one, other = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
-    for form in (one, [one], ([one], [None]), {"optimizer": one}, [{"optimizer": one}], ({"optimizer": one},)):
-        assert optimizers_in(form) == [one]
-    assert optimizers_in([{"optimizer": one}, {"optimizer": other}]) == optimizers_in([one, other]) == [one, other]
-    assert optimizers_in(None) == optimizers_in([]) == []
+        assert job.model.net[0].training == (model != "Bare"), "a Trainer leaves the modes"  # type: ignore
 
 
 def test_a_data_module_in_a_config_brings_its_batches(built: Any, tmp_path: Path) -> None:
     config = write(tmp_path / "mine.yaml", model=here("Net"), data=here("Batches"))
     assert "batch of 48" in built("--config", config)[1]["budget"]
     assert "batch of 24" in built("--config", config, "--batch", "24")[1]["budget"]
+
+
+@pytest.mark.parametrize(("name", "samples"), [("hooked", 96), ("Streams", 10)])
+def test_batches_and_steps_are_those_of_a_trainer(built: Any, name: str, samples: int) -> None:
+    job, said = built(f"{__name__}:{name}")
+    assert f"batch of {samples} " in said["budget"]
+    assert job.loss(job.batch).requires_grad
 
 
 @pytest.mark.parametrize(
@@ -481,6 +538,7 @@ def test_a_config_that_is_no_yaml(capsys: pytest.CaptureFixture[str], tmp_path: 
         ((f"{__name__}:Net",), "returned (Net): return (model, batch)"),
         ((f"{__name__}:needs_a_path",), "needs path: give each a default"),
         ((f"{__name__}:frozen",), "Linear has no parameters to train: give it some, or requires_grad_()"),
+        ((f"{__name__}:two_outputs",), "the model returned a tuple: let a plain nn.Module return logits"),
         ((f"{__name__}:no_targets",), "a tuple of 1: for a plain nn.Module give (inputs, targets)"),
         ((f"{__name__}:stepless",), "Stepless has no training_step"),
         ((f"{__name__}:plain_model", "--batch", "0"), "--batch 0: give 1 or more"),

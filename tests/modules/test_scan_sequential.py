@@ -142,6 +142,18 @@ def test_hooks_keep_their_layer_plain() -> None:
     assert seen == [(2, 9)]
 
 
+def test_a_forward_that_was_replaced_on_the_instance_runs() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 3)).double()
+    block, last = plain[1], plain[2]
+    block.forward = lambda inputs: inputs + nn.Sequential.forward(block, inputs)
+    last.forward = lambda inputs: nn.functional.linear(inputs, 3 * last.weight, last.bias)
+    with pytest.warns(NoEffectWarning, match="1: its forward was replaced on the instance; 2: its forward"):
+        check(plain, torch.randn(5, 4, dtype=torch.double), 2)
+    plain.forward = plain.forward
+    with pytest.raises(TypeError, match="Sequential has a forward of its own"):
+        ScanSequential.of(plain)
+
+
 def test_it_is_a_sequential() -> None:
     plain = small()
     ours = ScanSequential(OrderedDict(plain.named_children()), levels=1)
@@ -206,8 +218,10 @@ def test_a_layer_that_takes_anothers_place_has_its_own_jacobian() -> None:
         torch.randn(2, 2, 5, 5),
     )
     scan = ScanSequential.of(chain)
-    for layer in (chain[0], nn.Conv2d(2, 2, 3, padding=2, dilation=2)):
-        chain[0] = scan[0] = layer
+    wide = nn.Conv2d(2, 2, 3, padding=2, dilation=2)
+    pools: list[nn.Module] = [nn.MaxPool2d([3, 3], 1, [1, 1]), nn.MaxPool2d([1, 3], 1, [0, 1])]  # type: ignore
+    for place, layer in ((0, chain[0]), (0, wide), (1, pools[0]), (1, pools[1])):
+        chain[place] = scan[place] = layer
         gradients = []
         for net in (chain, scan):
             inputs = x.clone().requires_grad_()

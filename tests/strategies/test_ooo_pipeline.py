@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from retime import DifferenceWarning, NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
 from retime.mechanisms.pipeline import warn_of_parts
+from retime.schedules import Span
 from support.browser import CHROMIUM, NO_CHROMIUM, click_through
 from support.pipeline_fits import FITS, Classifier, OnMeta, again, loader, trainer
 from support.ranks import RANK, RANKS, run_ranks, said_in
@@ -273,6 +275,22 @@ def test_numbers_that_micro_batches_change_are_named(counted: tuple[Path, list[A
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 def test_a_page_of_a_pipeline_can_be_clicked_through(counted: tuple[Path, list[Any]], tmp_path: Path) -> None:
     assert click_through(counted[0] / "2.html", tmp_path / "browser") == []
+
+
+def test_timelines_count_the_batches_of_all_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy: Any = object.__new__(OOOPipelineStrategy)
+    monkeypatch.setattr(strategy, "timeline", lambda: [Span("F1", "rank 0", 0.0, 1.0, "forward")], raising=False)
+    monkeypatch.setattr(strategy, "report", lambda: SimpleNamespace(schedule="1f1b"), raising=False)
+    fit: Any = SimpleNamespace(strategy=strategy, is_global_zero=True, global_step=0)
+    draws, module = PipelineTimeline(5, tmp_path, png=False, trace=False), Classifier()
+    draws._folder = tmp_path
+    draws.on_train_start(fit, module)
+    for fit.global_step in range(1, 7):  # two epochs
+        if fit.global_step == 5:
+            with pytest.warns(NoEffectWarning, match="drew none of 4 batches, since it draws one in 5"):
+                draws.on_train_end(fit, module)
+        draws.on_train_batch_end(fit, module, None, None, (fit.global_step - 1) % 3)
+    assert draws.files == [tmp_path / "5.html"]
 
 
 def test_timelines_are_of_pipelines(tmp_path: Path) -> None:

@@ -97,6 +97,18 @@ def test_callback_refuses_what_it_cannot_join() -> None:
         FuseOptimizer().setup(fake, BoringModel(), "fit")
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_exception_leaves_no_layer_of_several_callbacks(order: int) -> None:
+    class Fails(BoringModel):
+        def training_step(self, *_: Any) -> Any:
+            raise ZeroDivisionError
+
+    one = trainer(callbacks=[FuseOptimizer(), retime.PeakMemory(log=False)][::order])
+    with pytest.raises(ZeroDivisionError):
+        one.fit(Fails())
+    assert "optimizer_step" not in vars(one.strategy)
+
+
 def test_optimizer_from_elsewhere_trains_the_plain_way_and_says_so() -> None:
     class Module(BoringModel):
         def configure_optimizers(self) -> Any:

@@ -177,6 +177,17 @@ class TestWishes:
         assert second.counts().free >= BLOCK
         second.remove()
 
+    def test_what_could_not_be_had_is_not_kept(self, pool):
+        pool.remove()
+        pool.install()
+        pool.follow(1.0)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            block(2**47 - GRANULE)
+        for size in (11, 23, 47):
+            block(size * GRANULE)
+        counts = pool.counts()
+        assert counts.live + counts.free <= counts.peak_live + 2 * GRANULE
+
     def test_the_last_limit_holds(self, pool):
         second = MemoryPool()
         second.install()

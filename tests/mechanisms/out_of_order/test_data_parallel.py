@@ -472,6 +472,9 @@ def test_callback_sets_k() -> None:
     one.fit(Net(deep), data())
     assert one.strategy.report().k == 2  # type: ignore[attr-defined]
     assert one.callback_metrics["reverse_first_k"] == 2
+    silent = trainer(strategy="ooo_ddp", max_epochs=1, callbacks=[ReverseFirstK(1, log=False)])
+    silent.fit(Net(), data())
+    assert "reverse_first_k" not in silent.callback_metrics
     with pytest.raises(ValueError, match="strategy='ooo_ddp'"):
         trainer(strategy="ddp", callbacks=[ReverseFirstK(2)]).fit(Net(), data())
     with pytest.raises(ValueError, match="fuses the optimizer already"):
