@@ -7,6 +7,7 @@ is all. Its last line says how many points are left.
 
 import importlib.resources
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ try:
     from retime.recipes import report
     from retime.recipes.core.machine import disturbances
     from retime.recipes.core.recipe import Recipe, result_folder
+    from retime.recipes.core.results import FILE
     from retime.recipes.core.schema import OUTPUTS, RECORDED, Settings, register_all, settings_of
     from retime.recipes.results_index import duration
 except ModuleNotFoundError as error:
@@ -65,12 +67,11 @@ def run(config: DictConfig) -> None:
     recipe: Recipe[Any] = hydra.utils.get_class(settings.recipe)()
     folder = result_folder(settings, HydraConfig.get().overrides.task, recipe.all_axes)
     try:
-        result = recipe.run(settings, folder, console)
+        if recipe.run(settings, folder, console).points:
+            report.write(folder / FILE, console)
     except Exception as error:  # of a sweep, which goes on, Hydra tells the first one alone
         console.print(f"{settings.name}: {type(error).__name__}: {error}", markup=False)
         raise
-    if result.points:
-        report.rebuild(folder, console)
     if settings.record:
         report.list_results(Path(RECORDED))
 
@@ -83,7 +84,8 @@ def main() -> None:
     hardware = [argument.partition("=")[2] for argument in arguments if argument.startswith("hardware=")]
     if everything and not {*hardware} <= {"cpu", "cuda"}:
         sys.exit(f"{_ALL} takes hardware=cpu or hardware=cuda: run those of hardware={','.join(hardware)} by name")
-    if "rerun=true" in arguments and any(argument.startswith("minutes=") for argument in arguments):
+    chosen = OmegaConf.from_dotlist([each for each in arguments if each.startswith(("rerun=", "minutes="))])
+    if chosen.get("rerun") and chosen.get("minutes") is not None:
         sys.exit("rerun=true begins with the first point in every call, so that with minutes= some are never reached")
     names = f"experiment={','.join(of_papers(*hardware[:1]))}" if everything else ""
     sweep = everything or len(arguments) < len(given)
@@ -92,20 +94,20 @@ def main() -> None:
     start = hydra.main(config_path="pkg://retime.conf", config_name="config", version_base="1.3")
     if not everything:
         start(run)()
-    elif _list_all(start) and _LIST not in given:
-        _run_all(start)
+    elif (jobs := _list_all(start)) and _LIST not in given:
+        _run_all(start, jobs)
 
 
-def _list_all(start: Any) -> bool:
-    """Print what a sweep will run, what it leaves out, and what disturbs it. False if it is asked for --hydra-help."""
-    console, disturbing = Console(), disturbances()
+def _list_all(start: Any) -> int:
+    """Print what a sweep will run, leaves out and is disturbed by. Its number of runs, 0 if asked for --hydra-help."""
+    console, disturbing, names = Console(), disturbances(), Counter[str]()
     table = Table("experiment", "points", "kept", "took when recorded", "needs", title=_ALL)
-    names, left_out = dict[str, None](), list[str]()
+    left_out: list[str] = []
 
     def add(config: DictConfig) -> None:
         try:
             table.add_row(*_row(settings_of(config)))
-            names[config.name] = None
+            names[config.name] += 1
         except Exception as error:  # its run would raise it
             left_out.append(f"{config.name} is left out: {type(error).__name__}: {error}")
 
@@ -119,17 +121,17 @@ def _list_all(start: Any) -> bool:
     if not names and left_out:
         sys.exit(f"{_ALL}: none is left to run")
     if not names:
-        return False
+        return 0
     sys.argv[place] = f"experiment={','.join(names)}"
     console.print(table)
     if disturbing:
         warning = f"This machine is not quiet, so that times will vary: {', '.join(disturbing)}"
         console.print(warning, style="yellow", markup=False, soft_wrap=True)
-    return True
+    return names.total()
 
 
-def _run_all(start: Any) -> None:
-    """Run a sweep. Its last line counts points that are left, as minutes were over or an experiment has failed."""
+def _run_all(start: Any, jobs: int) -> None:
+    """Run a sweep. Its last line counts what is left, as minutes were over, an experiment failed, or it was stopped."""
     left: list[int] = []
 
     def count(config: DictConfig) -> None:
@@ -141,7 +143,8 @@ def _run_all(start: Any) -> None:
     try:
         start(count)()
     finally:
-        Console().print(f"{_ALL}: {sum(left)} points of {len(left)} experiments are left", highlight=False)
+        after = f", and {jobs - len(left)} experiments have not begun" if jobs > len(left) else ""
+        Console().print(f"{_ALL}: {sum(left)} points of {len(left)} experiments are left{after}", highlight=False)
 
 
 def _left(settings: Settings) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from retime.foundations.measure import spread
 from retime.recipes.core.claims import show
 from retime.recipes.core.machine import changed
 from retime.recipes.core.recipe import Recipe, recipe_of
@@ -21,31 +22,43 @@ LONGEST_LIST, LONGEST_TEXT = 12, 5000
 
 
 def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
-    """Write `result.csv`, `result.png` and `result.md` beside every `result.json` in or under `folder`.
+    """Write the report beside every `result.json` in or under `folder`; returns those files.
 
-    A folder of several results gets `README.md` as well, which lists them. Returns the `result.json` files found. Each
-    report is shown on `console` if one is given.
+    A folder of several results gets `README.md` as well, which lists them.
 
     Raises:
         FileNotFoundError: there is no `result.json` there.
+        ValueError: names those without a report and why, when all others have theirs. No list is written then.
     """
-    paths = sorted(folder.rglob(FILE))
+    paths, failed = sorted(folder.rglob(FILE)), []
     if not paths:
         raise FileNotFoundError(f"no {FILE} in or under {folder}: run an experiment first, or name another folder")
     for path in paths:
-        result = load(path)
-        recipe = recipe_of(result)
-        text = markdown(result, recipe)
-        path.with_suffix(".csv").write_text(table_of_values(result), encoding="utf-8")
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        recipe.draw(result, path.with_suffix(".png"))
-        if console is not None:
-            recipe.show(result, console)
-            pages = f"{path.with_suffix('.md')}, {path.with_suffix('.png').name}"
-            console.print(f"Table and picture: {pages}", soft_wrap=True, highlight=False)
+        try:
+            write(path, console)
+        except Exception as error:
+            failed.append(f"{path}: {type(error).__name__}: {error}")
+    if failed:
+        raise ValueError(
+            "\n".join(["no report, and no list of results, until these are measured again or taken away:", *failed])
+        )
     if not (folder / FILE).exists():
         list_results(folder)
     return paths
+
+
+def write(path: Path, console: Console | None = None) -> None:
+    """Write `result.csv`, `result.png` and `result.md` beside a `result.json`, and show them on `console`."""
+    result = load(path)
+    recipe = recipe_of(result)
+    text = markdown(result, recipe)
+    path.with_suffix(".csv").write_text(table_of_values(result, recipe), encoding="utf-8")
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    recipe.draw(result, path.with_suffix(".png"))
+    if console is not None:
+        recipe.show(result, console)
+        pages = f"{path.with_suffix('.md')}, {path.with_suffix('.png').name}"
+        console.print(f"Table and picture: {pages}", soft_wrap=True, highlight=False)
 
 
 def list_results(folder: Path) -> None:
@@ -56,8 +69,8 @@ def list_results(folder: Path) -> None:
     fill(folder)
 
 
-def table_of_values(result: Result) -> str:
-    """The result as CSV: one line a point, variant and quantity, with median and quartiles over rounds."""
+def table_of_values(result: Result, recipe: Recipe[Any]) -> str:
+    """The result as CSV: one line a point, variant and quantity; of a curve its last value, as of one round."""
     axes = list(dict.fromkeys(key for point in result.points for key in point.at))
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -65,9 +78,9 @@ def table_of_values(result: Result) -> str:
     for point in result.points:
         place = [point.at.get(axis, "") for axis in axes]
         for row in point.rows:
-            value = row.spread
+            value = spread(row.values[-1:] if row.quantity in dict(recipe.curves) else row.values)
             numbers = [f"{number:.6g}" for number in (value.median, value.low, value.high)]
-            writer.writerow([*place, row.variant, row.quantity, row.unit, *numbers, len(row.values)])
+            writer.writerow([*place, row.variant, row.quantity, row.unit, *numbers, len(value.rounds)])
     return stream.getvalue()
 
 
@@ -103,9 +116,9 @@ def _values(point: Point, recipe: Recipe[Any]) -> list[str]:
     lines = []
     for variant in dict.fromkeys(row.variant for row in point.rows):
         cells = [variant]
-        for quantity, unit in quantities:
+        for quantity, _ in quantities:
             rows = [row for row in point.rows if (row.variant, row.quantity) == (variant, quantity)]
-            cells.append(show(rows[0].spread, unit) if rows else "")
+            cells.append(recipe.shown(rows[0]) if rows else "")
         for reference in references.values():
             faster = ratio(point, reference, variant, recipe.quantity)
             cells.append("" if faster is None else show(faster, "x"))

@@ -49,6 +49,7 @@ class Convergence(Recipe[ConvolutionalSettings]):
 
     over = (("precision", "precisions"),)
     quantity = "training loss"
+    curves = (("training loss", "steps"), ("test loss", "checks"))
 
     def points(self, settings: ConvolutionalSettings) -> list[dict[str, Any]]:
         unknown = sorted(set(settings.precisions) - {"float32", "float64"})
@@ -116,7 +117,8 @@ class Convergence(Recipe[ConvolutionalSettings]):
             "one rounding unit, which is back-propagation too.",
             "Figure 6 of the paper is a picture without printed numbers: its statement is that the curves overlap. It "
             "trains on CIFAR-10 with batch 256, learning rate 0.001 and momentum 0.9; CIFAR-10 is taken from a folder: "
-            "data={_target_: retime.recipes.data.cifar10, path: ...} model.in_channels=3.",
+            "'data={_target_: retime.recipes.data.cifar10, path: ...}' '~data.image_size' '~data.channels' "
+            "model.in_channels=3.",
         ]
 
     def draw(self, result: Result, path: Path) -> None:

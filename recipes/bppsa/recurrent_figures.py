@@ -129,7 +129,7 @@ class InstrumentCurves(Curves):
         return {**settings.data, "features": at["features"]}
 
     def claims(self, point: Point) -> dict[str, Claim]:
-        return of_epochs("Table 6", f"GRU, {point.at['features']}, B=16")
+        return of_epochs("Table 6", f"GRU, {point.at['features']}, B={point.settings['batch_size']}")
 
 
 def curve_notes(point: Point) -> list[str]:
@@ -171,6 +171,7 @@ class Scaling(Recurrent):
     """Figure 8, Tables 4 and 5: over T at one batch size, and over the batch size at one T."""
 
     axes = ("sequence_length", "sequence_lengths", "batch_size", "batch_sizes")
+    needed = (BASELINE,)
 
     def points(self, settings: RecurrentSettings) -> list[dict[str, Any]]:
         places = [(length, settings.batch_size) for length in settings.sequence_lengths]
@@ -224,6 +225,7 @@ class Instruments(Recurrent):
     """Figure 9 and Table 6: a GRU on IRMAS's feature sets S, M and L, over batch sizes."""
 
     over = (("features", "features"), ("B", "batch_sizes"))
+    needed = (BASELINE,)
 
     def detail(self, settings: RecurrentSettings, at: dict[str, Any]) -> dict[str, Any]:
         return {**super().detail(settings, at), "overhead": "measured"}  # points of earlier code have none

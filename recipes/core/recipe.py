@@ -19,9 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from retime.recipes.core import machine
-from retime.recipes.core.claims import Comparison
+from retime.recipes.core.claims import Comparison, amount, show
 from retime.recipes.core.measure import pinned
-from retime.recipes.core.results import FILE, Point, Result, Row, label_of, load, table_of
+from retime.recipes.core.results import FILE, Point, Result, Row, draft, label_of, load
 from retime.recipes.core.schema import OUTPUTS, RECORDED, Settings
 
 S = TypeVar("S", bound=Settings)
@@ -57,6 +57,10 @@ class Recipe(ABC, Generic[S]):
     """Whether nothing is measured, which the result then says."""
     on_cpu = ""
     """What it does that takes `hardware=cpu`, for whoever chooses another device: `trains on a CPU`."""
+    needed: tuple[str, ...] = ()
+    """Variants without which there is nothing to draw or compare."""
+    curves: tuple[tuple[str, str], ...] = ()
+    """Quantities with a value a step or check of one training, not a round, and what of: `(("loss", "steps"),)`."""
 
     def points(self, settings: S) -> list[dict[str, Any]]:
         """Places of the points; each is a small dictionary of plain values. By default all combinations of `over`."""
@@ -99,7 +103,26 @@ class Recipe(ABC, Generic[S]):
 
     def tables(self, result: Result) -> list[Table]:
         """Tables that a terminal shows of the points: by default one each with `quantity` and its ratios."""
-        return [table_of(point, self.quantity, self.references(point), result.title) for point in result.points]
+        return [self.table(point, result.title) for point in result.points]
+
+    def table(self, point: Point, title: str) -> Table:
+        """A point's variants: `quantity`, and how many times faster than each reference."""
+        of = self.quantity
+        headings = {heading: name for heading, name in self.references(point).items() if point.has(name, of)}
+        table = Table("variant", of, *headings, title=label_of(point.at) or title)
+        for row in point.rows:
+            if row.quantity == of:
+                ratios = [point.speedup(name, row.variant, of) for name in headings.values()]
+                table.add_row(row.variant, self.shown(row), *(show(ratio, "x") for ratio in ratios))
+        return table
+
+    def shown(self, row: Row) -> str:
+        """Median and quartiles over rounds; of a curve its ends: `2.30 to 0.150 nats over 90 steps`."""
+        along = dict(self.curves).get(row.quantity)
+        if along is None:
+            return show(row.spread, row.unit)
+        first, last = amount(row.values[0], row.unit).rsplit(" ", 1)[0], amount(row.values[-1], row.unit).strip()
+        return f"{first} to {last} over {len(row.values)} {along}"
 
     def show(self, result: Result, console: Console) -> None:
         """Print the tables, the comparisons and the notes for somebody at a terminal."""
@@ -149,10 +172,13 @@ class Recipe(ABC, Generic[S]):
         `minutes` no point begins after so many, so that the next call goes on there.
 
         Raises:
-            ValueError: `record` from a working tree with changes, without `allow_dirty`; a device that is not for it.
+            ValueError: `record` from a working tree with changes, without `allow_dirty`; a device that is not for it;
+                variants that lack one which it needs; a folder that cannot be written.
         """
         if self.on_cpu and settings.hardware.device != "cpu":
             raise ValueError(f"{settings.name} {self.on_cpu}: choose hardware=cpu")
+        if missing := [name for name in self.needed if name not in getattr(settings, "variants", ())]:
+            raise ValueError(f"{settings.name} is drawn against {', '.join(missing)}: add it to variants")
         result = self.stored(settings, folder)
         wanted, kept = self.points(settings), self.kept(settings, result)
         columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
@@ -182,9 +208,16 @@ class Recipe(ABC, Generic[S]):
                 def tick(text: str, task: Any = task, label: str = label) -> None:
                     bar.update(task, advance=1, description=f"  {label} {text}")
 
+                draft(folder).unlink()  # which says at once if that cannot be written
                 fingerprint, before, gpus = self._fingerprint(settings, at), machine.load(), machine.gpus()
                 started = time.perf_counter()
-                measured = self.measure(settings, at, tick)
+                try:
+                    measured = self.measure(settings, at, tick)
+                except BaseException:
+                    if result.points:
+                        again = "the same command" + " without rerun=true" * settings.rerun
+                        bar.console.print(f"{name}: stopped; {again} goes on behind the points in {folder / FILE}")
+                    raise
                 seconds = time.perf_counter() - started
                 finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
                 facts = {**measured.facts, **({"GPUs before and after": [*gpus, *machine.gpus()]} if gpus else {})}

@@ -1,8 +1,7 @@
 """What a recipe leaves behind, one `result.json` a folder, and what is said of it on terminals, charts and pages.
 
 A result is a list of measured points that grows as they finish; one that is measured again keeps what it was. Of points
-reports say the machine's name, sizes, and how many times faster one variant is; tables have a point's variants, or the
-paper's numbers beside ours.
+reports say the machine's name, sizes, and how many times faster one variant is.
 """
 
 import json
@@ -13,10 +12,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from rich.table import Table
-
 from retime.foundations.measure import Spread, speedup, spread
-from retime.recipes.core.claims import show
 
 FORMAT = 1
 FILE, SIMULATED = "result.json", "simulated"
@@ -129,11 +125,20 @@ class Result:
 
     def save(self, folder: Path) -> None:
         """Write `result.json` so that an interrupted run leaves the old file or the new one, never half of one."""
+        path = draft(folder)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(path, folder / FILE)
+
+
+def draft(folder: Path) -> Path:
+    """An empty file that may become `result.json` of a folder; ValueError if that cannot be written."""
+    path = folder / f"{FILE}.part"
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / FILE
-        draft = path.with_suffix(".json.part")
-        draft.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        path.touch()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}): choose another results_dir") from error
+    return path
 
 
 def load(path: Path) -> Result:
@@ -259,17 +264,6 @@ def cores(point: Point) -> str:
     """Cores as pinned: results name the machine's, which are more where a recipe ran on fewer."""
     number = point.settings.get("hardware", {}).get("cores") or point.hardware.get("cores")
     return f"{number} core{'s' if str(number) != '1' else ''}" if number else ""
-
-
-def table_of(point: Point, quantity: str, references: dict[str, str], title: str) -> Table:
-    """A point's variants: the quantity's median and quartiles, and how many times faster than each reference."""
-    headings = {heading: name for heading, name in references.items() if point.has(name, quantity)}
-    table = Table("variant", quantity, *headings, title=label_of(point.at) or title)
-    for row in point.rows:
-        if row.quantity == quantity:
-            ratios = [speedup(point.values(name, quantity), row.values) for name in headings.values()]
-            table.add_row(row.variant, show(row.spread, row.unit), *(show(ratio, "x") for ratio in ratios))
-    return table
 
 
 def label_of(at: dict[str, Any]) -> str:

@@ -22,10 +22,10 @@ from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, best_of, titled
 from retime.recipes.cpuacc.naive import NAIVE
 from retime.recipes.cpuacc.settings import AccumulationSettings
-from retime.recipes.cpuacc.targets import STEP, OnRanks, ask, claim, machine, measure_fits, place, target
+from retime.recipes.cpuacc.targets import STEP, WAITS, OnRanks, ask, claim, machine, measure_fits, place, target
 from retime.recipes.cpuacc.worker import ALONE
 
-EXPOSED, UPDATE = "communication exposed", "update"
+EXPOSED, UPDATE = WAITS
 
 
 class Figures(OnRanks):
@@ -62,9 +62,9 @@ class Figures(OnRanks):
                     exposed = point.spread(label, EXPOSED)
                     lines.append(Comparison(claim(f"exposed-{when}"), exposed, f"{where}: {label}"))
             if point.has(NAIVE, EXPOSED):
-                collected, there = (point.values(NAIVE, phase)[0] for phase in (EXPOSED, UPDATE))
-                whole = collected + there - point.values(theirs, UPDATE)[0]
-                lines.append(Comparison(claim("exposed-before"), spread([whole]), f"{where}: {NAIVE}"))
+                columns = (point.values(*row) for row in ((NAIVE, EXPOSED), (NAIVE, UPDATE), (theirs, UPDATE)))
+                whole = [collected + there - plain for collected, there, plain in zip(*columns, strict=True)]
+                lines.append(Comparison(claim("exposed-before"), spread(whole), f"{where}: {NAIVE}"))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -124,6 +124,7 @@ class Trainings(OnRanks):
     """A point a network and number of ranks."""
 
     quantity = SECONDS_TO
+    curves = ((RIGHT, "checks"), (ELAPSED, "checks"))
 
     def references(self, point: Point) -> dict[str, str]:
         first = point.variants(SECONDS_TO)[0]

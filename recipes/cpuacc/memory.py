@@ -10,12 +10,14 @@ applies the update. On processors the ranks of a machine divide it.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retime.foundations.measure import Spread, speedup, spread
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
+from retime.recipes.core.measure import interleave
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
 from retime.recipes.cpuacc.settings import AccumulationSettings
@@ -32,24 +34,25 @@ class FreshStarts(OnRanks):
     """A quantity, what a rank answers for it, and the unit."""
 
     def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        values: dict[tuple[str, str, str], list[float]] = {}
-        weights: dict[str, set[str]] = {}
-        parameters = 0
         images = {"batch_size": at["images"]} if "images" in at else {}
-        for turn in range(settings.rounds):
-            for label, variant in settings.variants.items():
-                own = {"optimizer": variant["optimizer"]} if "optimizer" in variant else {}
-                strategy = {key: value for key, value in variant.items() if key != "optimizer"}
-                answers = ask(settings, at, tick, "held", strategy=strategy, **own, **images)
-                for quantity, name, unit in self.answers:
-                    most = max(answer[name] for answer in answers) / (MIB if unit == "MiB" else 1)
-                    values.setdefault((label, quantity, unit), []).append(round(most, 4))
-                weights.setdefault(label, set()).update(answer["weights"] for answer in answers)
-                parameters = answers[0]["parameters"]
-                tick(f"{label}, start {turn + 1}")
-        rows = [Row(*place, most) for place, most in values.items()]
-        *_, ours = weights
+
+        def start(label: str) -> list[dict[str, Any]]:
+            variant = settings.variants[label]
+            own = {"optimizer": variant["optimizer"]} if "optimizer" in variant else {}
+            strategy = {key: value for key, value in variant.items() if key != "optimizer"}
+            return ask(settings, at, tick, "held", strategy=strategy, **own, **images)
+
+        starts = interleave({label: partial(start, label) for label in settings.variants}, settings.rounds, 0, tick)
+        rows, weights = list[Row](), dict[str, set[str]]()
+        for label, answers in starts.items():
+            for quantity, name, unit in self.answers:
+                over = MIB if unit == "MiB" else 1
+                most = [round(max(answer[name] for answer in ranks) / over, 4) for ranks in answers]
+                rows.append(Row(label, quantity, unit, most))
+            weights[label] = {answer["weights"] for ranks in answers for answer in ranks}
+        *_, ours = starts
         same = [label for label, digests in weights.items() if digests == weights[ours] and len(digests) == 1]
+        parameters = starts[ours][0][0]["parameters"]
         facts = {"parameters' bytes": parameters, "the same final weights": same, **machine(settings, at["ranks"])}
         return Measured(rows, facts)
 

@@ -26,6 +26,7 @@ from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, NCCL, serve
 from retime.recipes.emulated import loopback, run_ranks
 
 SUM, STEP = "sum", "step"
+WAITS = ("communication exposed", "update")
 claim, target = partial(claim_of, "cpuacc"), partial(target_of, "cpuacc")
 _SENT = {
     GLOO: "gloo's transport is TCP on loopback: torch has none for it that uses Unix sockets or shared memory",
@@ -114,14 +115,16 @@ def place(point: Point) -> str:
 
 
 def measure_fits(settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
-    """Steps of a network's fits under each strategy, and where they go: rows, and what is the same."""
+    """Steps of a network's fits under each strategy, and where they go: rows, and what is the same.
+
+    A round's step is the slowest rank's; its phases are those of the rank that waits and updates longest.
+    """
     answers = ask(settings, at, tick, "fits")
     rows = [Row(label, STEP, "ms", _slowest(answers, label)) for label in answers[0]["ms"]]
-    rows += [
-        Row(label, phase, "ms", [round(milliseconds, 4)])
-        for label, phases in answers[0]["phases"].items()
-        for phase, milliseconds in phases.items()
-    ]
+    for label in answers[0]["phases"]:
+        by_round = zip(*(answer["phases"][label] for answer in answers), strict=True)
+        waiting = [max(ranks, key=lambda one: sum(one.get(phase, 0.0) for phase in WAITS)) for ranks in by_round]
+        rows += [Row(label, phase, "ms", [round(one[phase], 4) for one in waiting]) for phase in waiting[0]]
     weights = {label: {one["weights"][label] for one in answers} for label in settings.variants}
     first = weights[next(iter(settings.variants))]
     same = [label for label, digests in weights.items() if digests == first and len(first) == 1]

@@ -236,36 +236,39 @@ def sums(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def fits(request: dict[str, Any]) -> dict[str, Any]:
-    """Median steps of fits under each strategy, interleaved, and of one rank alone; digests of the final weights."""
+    """Median steps of fits under each strategy, and of one rank alone; digests of the final weights.
+
+    Phases of steps are those of other fits, which take turns too.
+    """
     model = build_model(request["model"], CPU, request["seed"])
     batches = _batches(request, WARMUP_STEPS + 1 + request["steps"])
+    fit = partial(_fit, model, batches, request["optimizer"])
     weights: dict[str, str] = {}
 
     def block(label: str) -> float:
-        done = _fit(model, batches, request["optimizer"], request["variants"].get(label))
+        done = fit(request["variants"].get(label))
         weights[label] = done.weights
         return statistics.median(done.step_ms[WARMUP_STEPS:])
 
     blocks = {label: partial(block, label) for label in [*request["variants"], ALONE]}
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
-    phases = {
-        label: step_phases(partial(_fit, model, batches, request["optimizer"], strategy), WARMUP_STEPS)
-        for label, strategy in (request["variants"].items() if dist.get_world_size() > 1 else ())
-    }
+    apart = {name: partial(step_phases, partial(fit, each), WARMUP_STEPS) for name, each in request["variants"].items()}
+    phases = interleave(apart, request["rounds"], 0, tell) if dist.get_world_size() > 1 else {}
     return {"ms": times, "weights": weights, "gradient_bytes": gradient_bytes(model), "phases": phases}
 
 
 def outputs(request: dict[str, Any]) -> dict[str, Any]:
     """By strategy and seed: what `CheckedOutputs` saw in a fit, and how far that is from others'.
 
-    Those are the first strategy's, and torch's own sums in the order of the ranks. With the first seed each strategy
-    trains twice.
+    Those are the first strategy's, and torch's own sums in the order of the ranks. The order of strategies rotates from
+    seed to seed. With the first seed each strategy trains twice.
     """
     torch.backends.cudnn.deterministic = True  # a second run is to differ by nothing that can be chosen
     (held_out,) = build_batches(request["held_out"], request["held_out_size"], 1, _device(request))
-    answers: dict[str, list[dict[str, Any]]] = {label: [] for label in request["variants"]}
-    for seed in range(request["seed"], request["seed"] + request["rounds"]):
-        model = build_model(request["model"], CPU, seed)
+    labels = [*request["variants"]]
+    answers: dict[str, list[dict[str, Any]]] = {label: [] for label in labels}
+    for number in range(request["rounds"]):
+        model = build_model(request["model"], CPU, request["seed"] + number)
         batches = _batches(request, request["steps"])
 
         def fit(strategy: dict[str, Any], model: nn.Module = model, batches: list[Batch] = batches) -> CheckedOutputs:
@@ -273,17 +276,17 @@ def outputs(request: dict[str, Any]) -> dict[str, Any]:
             _fit(model, batches, request["optimizer"], strategy, checks)
             return checks
 
-        in_order = fit(RANK_ORDERED).answers
-        first: list[Tensor] = []
-        for label, strategy in request["variants"].items():
-            checks = fit(strategy)
-            first = first or checks.answers
+        in_order, turn, done = fit(RANK_ORDERED).answers, number % len(labels), dict[str, CheckedOutputs]()
+        for label in labels[turn:] + labels[:turn]:
+            done[label] = fit(request["variants"][label])
+            tell(f"{label}, seed {request['seed'] + number}")
+        for label in labels:
+            checks, first = done[label], done[labels[0]].answers
             one = {"right": checks.right, "seconds": checks.seconds}
             one |= {"differences": _apart(checks.answers, first), "from_order": _apart(checks.answers, in_order)}
-            if seed == request["seed"]:
-                one["from_repeat"] = _apart(checks.answers, fit(strategy).answers)
+            if not number:
+                one["from_repeat"] = _apart(checks.answers, fit(request["variants"][label]).answers)
             answers[label].append(one)
-            tell(f"{label}, seed {seed}")
     return answers
 
 
@@ -296,15 +299,11 @@ def layers(request: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of each layer's backward pass and of the parts of its sum beside it; of a backward pass alone."""
     (batch,) = _batches(request, 1)
     network = LayerTimes(build_model(request["model"], CPU, request["seed"]), batch)
-    rounds = []
-    for turn in range(request["warmup_rounds"] + request["rounds"]):
-        rounds.append((network.alone_ms(), network.beside_ms()))
-        tell(f"round {turn + 1}")
+    ways: dict[str, Callable[[], Any]] = {"alone": network.alone_ms, "beside": network.beside_ms}
+    times = interleave(ways, request["rounds"], request["warmup_rounds"], tell)
     network.close()
-    kept = rounds[request["warmup_rounds"] :]
-    alone = [without for without, _ in kept]
-    beside = {quantity: [by_layer[quantity] for _, by_layer in kept] for quantity in QUANTITIES}
-    return {"layers": network.layers, "ms": beside, "alone": alone, "how": network.note}
+    beside = {quantity: [by_layer[quantity] for by_layer in times["beside"]] for quantity in QUANTITIES}
+    return {"layers": network.layers, "ms": beside, "alone": times["alone"], "how": network.note}
 
 
 def held(request: dict[str, Any]) -> dict[str, Any]:

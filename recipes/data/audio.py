@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from retime.recipes.data.base import Example, check_split, existing_folder, split_rows
+from retime.recipes.data.base import Example, check_split, existing_folder, shuffled, split_rows
 
 SAMPLE_RATE_HZ = 44100
 CLIP_SAMPLES = 3 * SAMPLE_RATE_HZ
@@ -147,7 +147,7 @@ def irmas(
     Inputs float32 ``(T, C)``: (259, 38) for ``features="S"``, (517, 24) for "M", (1034, 12) for "L"; targets int64 in
     0..10, in the order of `INSTRUMENTS`. ``path`` is the folder with ``cel``, ``cla`` ..., or its parent. The
     validation split is a seeded ``val_fraction`` of the *recordings*: excerpts of one recording (``x__1.wav``,
-    ``x__2.wav``) stay together, for they sound alike.
+    ``x__2.wav``) stay together, for they sound alike. The order is a seeded one.
 
     Raises:
         FileNotFoundError: no such folder, or no instrument folders with WAV files in it.
@@ -168,4 +168,5 @@ def irmas(
     names = sorted(set(recordings))
     kept = {names[row] for row in split_rows(len(names), split, val_fraction, seed).tolist()}
     split_files = [file for file, recording in zip(files, recordings, strict=True) if recording in kept]
-    return InstrumentClips(f"irmas-{features}", split_files, chosen)
+    order = shuffled(len(split_files), seed).tolist()
+    return InstrumentClips(f"irmas-{features}", [split_files[row] for row in order], chosen)

@@ -70,6 +70,11 @@ def check_split(split: str) -> None:
         raise ValueError(f"split={split!r} is unknown: use 'train' or 'val'")
 
 
+def shuffled(count: int, seed: int) -> Tensor:
+    """Numbers of ``count`` rows ``(count,)`` in a seeded order."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
 def split_rows(count: int, split: str, val_fraction: float, seed: int) -> Tensor:
     """Row numbers ``(m,)`` of one split of ``count`` rows after a seeded shuffle; the two splits are disjoint.
 
@@ -80,7 +85,7 @@ def split_rows(count: int, split: str, val_fraction: float, seed: int) -> Tensor
     val_count = round(count * val_fraction)
     if not 0 < val_count < count:
         raise ValueError(f"val_fraction={val_fraction} of {count} examples leaves the train or the val split empty")
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    order = shuffled(count, seed)
     return order[:val_count] if split == "val" else order[val_count:]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from retime.recipes.data.base import Example, Normalise, check_split, existing_folder, split_rows
+from retime.recipes.data.base import Example, Normalise, check_split, existing_folder, shuffled, split_rows
 
 IMAGE_ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 
@@ -68,7 +68,8 @@ def image_folder(
 
     Inputs float32 ``(3, H, H)`` with H = ``image_size``, centre-cropped and normalised with ImageNet's statistics;
     targets int64, classes in alphabetical order. Without ``train`` and ``val`` folders, a seeded ``val_fraction`` of
-    all images is the validation split. There is no augmentation: the recipes compare runs that must see equal pixels.
+    all images is the validation split; the order is a seeded one. There is no augmentation: the recipes compare runs
+    that must see equal pixels.
 
     Raises:
         FileNotFoundError: no such folder, or no images in class folders.
@@ -97,6 +98,5 @@ def image_folder(
             f"{name}: no images in class folders of {str(folder)!r}: expected train/<class>/<image> and "
             f"val/<class>/<image>, or <class>/<image>, with one of the endings {', '.join(IMAGE_ENDINGS)}"
         )
-    if not has_splits:
-        files = [files[row] for row in sorted(split_rows(len(files), split, val_fraction, seed).tolist())]
-    return ImageFolder(name, files, classes, image_size)
+    rows = shuffled(len(files), seed) if has_splits else split_rows(len(files), split, val_fraction, seed)
+    return ImageFolder(name, [files[row] for row in rows.tolist()], classes, image_size)

@@ -184,6 +184,7 @@ class BatchSizes(StepTimes):
 
     over = (("model", "models"),)
     axes = ("batch_size", "batch_sizes")
+    needed = ("baseline",)
 
     def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
         sizes = [settings.batch_size] if settings.batch_size else settings.batch_sizes
@@ -315,6 +316,7 @@ class Optimizers(Along):
 
     over = (("optimizer", "optimizers"),)
     text = "optimizer's share of the default step (%)"
+    needed = ("baseline",)
 
     def where(self, point: Point) -> float:
         return 100 * speedup(point.values("baseline", "optimizer"), point.values("baseline", "step")).median

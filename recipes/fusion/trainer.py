@@ -29,10 +29,13 @@ from retime.strategies import FusedOptimizerDDPStrategy
 MIB = 2**20
 WARMUP_STEPS = 3
 FIRST_GRADIENTS, GRADIENTS = "gradients alive, first step", "gradients alive, later"
+RUNS = ("baseline", "foreach", "fused", *OURS)
 
 
 def trainer_run(variant: str, *, distributed: bool = False) -> Run:
-    """Trainer's run of a variant in the bare loop's table; all but `baseline` and `foreach` take the fused kernel."""
+    """Trainer's run of one of `RUNS`, as the bare loop's of that name; ValueError: another one."""
+    if variant not in RUNS:
+        raise ValueError(f"variants: {variant!r} does not run in a Trainer: choose from {', '.join(RUNS)}")
     flags = {"baseline": {}, "foreach": {"foreach": True}}.get(variant, {"fused": True})
     mode = variant.removeprefix("retime_")
     if mode == variant:
@@ -56,6 +59,11 @@ def step_ms(settings: FusionSettings, model: nn.Module, batches: list[Batch], va
 
 class Targets(CaseRecipe[FusionSettings], StepTimes):
     """`fusion_targets`: what this project wants to reach on one core, each case with the numbers it has to meet."""
+
+    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
+        for variant in settings.variants:
+            trainer_run(variant)
+        return super().points(settings)
 
     def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = settings.cases[at["case"]]
@@ -140,6 +148,8 @@ class Distributed(StepTimes):
     """
 
     def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
+        for variant in settings.variants:
+            trainer_run(variant)
         machine.need_gpu_each(settings.hardware.device, settings.devices)
         return [{"devices": 1}, {"devices": settings.devices}] if settings.devices > 1 else [{"devices": 1}]
 

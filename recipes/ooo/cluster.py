@@ -205,6 +205,7 @@ class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
     """Each case is a network with its data; every variant trains it for the same epochs."""
 
     quantity = "loss"
+    curves = (("loss", "steps"),)
 
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = of_case(settings, at["case"])

@@ -199,7 +199,7 @@ def test_image_folder_reads_imagenets_layout(tmp_path: Path) -> None:
     dataset = data.image_folder(tmp_path, "val", image_size=16)
     assert (len(dataset), dataset.classes, dataset.num_classes) == (2, ["n01", "n02"], 2)
     assert not dataset.is_synthetic
-    (black, zero), (red, one) = dataset[0], dataset[1]
+    (black, zero), (red, one) = sorted((dataset[0], dataset[1]), key=lambda example: int(example[1]))
     assert (int(zero), int(one), zero.dtype) == (0, 1, torch.int64)
     assert (red.shape, red.dtype) == ((3, 16, 16), torch.float32)
     torch.testing.assert_close(red[0], torch.full((16, 16), (1 - 0.485) / 0.229))
@@ -226,6 +226,21 @@ def test_image_folder_splits_one_tree_by_seed(tmp_path: Path) -> None:
     assert val.files == data.image_folder(tmp_path, "val", image_size=8, val_fraction=0.3).files
     with pytest.raises(ValueError, match=r"val_fraction=0\.0"):
         data.image_folder(tmp_path, val_fraction=0.0)
+
+
+def test_own_folders_come_in_a_seeded_order(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    for folder in ("one", "two/train", "two/val", "irmas"):
+        for place in (tmp_path / folder / name / f"{number}__1" for name in ("cel", "voi") for number in range(20)):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.with_suffix(".wav" if folder == "irmas" else ".png").touch()
+    for split in ("train", "val"):
+        clips = data.irmas(tmp_path / "irmas", split, val_fraction=0.5).files
+        folders = (data.image_folder(tmp_path / name, split, val_fraction=0.5) for name in ("one", "two"))
+        orders = [[file for file, _ in folder.files] for folder in folders]
+        assert all(
+            [file.parent for file in files] != sorted(file.parent for file in files) for files in (*orders, clips)
+        )
 
 
 def test_image_folder_says_what_is_missing_or_broken(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The recipes on BPPSA's convolutional networks, at small sizes, from the command line to the report."""
 
+import shlex
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.errors import InstantiationException
 from rich.console import Console
 from torch import nn
 
@@ -31,6 +33,7 @@ from retime.recipes.bppsa.convolutional import (
 )
 from retime.recipes.bppsa.settings import ConvolutionalSettings
 from retime.recipes.bppsa.training import ACCURACY, FRESH, STALE, Staleness, batches, train
+from retime.recipes.core.build import build
 from retime.recipes.core.results import Result, load
 from retime.recipes.data import digits
 from retime.recipes.models import lenet5
@@ -65,7 +68,10 @@ def test_both_baselines_give_the_jacobian() -> None:
 
 def test_figure_6(run: Command) -> None:
     small = ("model.width=0.3", "batch_size=8", "steps=4", "evaluate_every=2", "levels=[1,null]")
-    result = load(run("experiment=bppsa_fig6", *small))
+    path = run("experiment=bppsa_fig6", *small)
+    result = load(path)
+    assert " nats over 4 steps |" in path.with_suffix(".md").read_text(), "a curve has no quartiles"
+    assert all(line.endswith(",1") for line in path.with_suffix(".csv").read_text().splitlines()[1:])
     assert [point.at["precision"] for point in result.points] == ["float64", "float32"]
     for point, close in zip(result.points, (1e-13, 1e-4), strict=True):
         assert scans(point) == ["scan, 1 levels", "scan, all levels"] == [scan_name(1), scan_name(None)]
@@ -77,6 +83,15 @@ def test_figure_6(run: Command) -> None:
             assert 0 < point.facts["relative difference of the first gradient, float64"][name] < 1e-14
             assert "12 layers in 1 scans" in point.facts[f"{name} reports"]
         assert len(set(point.values(PLAIN, "training loss"))) == 4, "it trains"
+
+
+def test_figure_6_prints_how_to_train_on_cifar10(tmp_path: Path) -> None:
+    note = Convergence().notes(Result("bppsa_fig6", "", "bppsa", "Figure 6", ""))[-1]
+    options = note.partition("from a folder: ")[2].removesuffix(".").replace("...", str(tmp_path))
+    settings = settings_for("experiment=bppsa_fig6", *shlex.split(options))
+    assert settings.model["in_channels"] == 3
+    with pytest.raises(InstantiationException, match=r"FileNotFoundError\(.cifar10"):
+        build(settings.data)
 
 
 def test_moved_weights_are_moved_by_rounding_only() -> None:

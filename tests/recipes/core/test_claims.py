@@ -1,6 +1,7 @@
 """The papers' claims as data: complete, unambiguous, and refused where they are not."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,12 @@ def test_what_claims_name_is_there_and_numbers_have_units(package: str) -> None:
     missing += sorted(set(one.sizes) - {claim.result for claim in one.claims})
     assert missing == []
     assert [claim.id for claim in one.claims if claim.value is not None and not claim.unit] == []
+    values = re.compile(
+        "hardly gains|gains nothing|way gains|costs time instead|changes its sign|layers are exposed on"
+    )
+    assert [claim.id for claim in one.claims if values.search(claim.why)] == [], (
+        "typed, so that another record may differ"
+    )
 
 
 def test_a_claim_is_asked_for_by_its_name() -> None:

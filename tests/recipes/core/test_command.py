@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_all_are_listed_with_what_is_kept_durations_and_needs(
     ("options", "message"),
     [
         (("experiment=all", "hardware=emulated"), "takes hardware=cpu or hardware=cuda"),
-        (("experiment=ooo_fig4", "rerun=true", "minutes=9"), "rerun=true begins with the first point in every call"),
+        (("experiment=ooo_fig4", "rerun=True", "minutes=9"), "rerun=true begins with the first point in every call"),
         (("experiment=all", "results_dir=results"), "none is left to run"),
     ],
 )
@@ -125,12 +126,26 @@ def test_sweep_over_a_setting_makes_a_folder_each(run: Command, tmp_path: Path) 
         assert (tmp_path / "outputs" / folder / "result.png").exists()
 
 
+def test_what_an_interrupt_leaves_is_counted(
+    run: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "of_papers", lambda *hardware: ["ooo_fig4", "ooo_fig5", "ooo_fig6"])
+    monkeypatch.setattr(command, "run", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run("experiment=all")
+    assert capsys.readouterr().out.endswith("1 points of 1 experiments are left, and 2 experiments have not begun\n")
+
+
 def test_only_recording_and_reports_write_recorded_results(
     run: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place, experiment = Path("ooo-backprop/figure-4/simulated"), ["experiment=ooo_fig4"]
+    run(*experiment, "seed=1")  # whose folder is below the next one's
+    capsys.readouterr()
     run(*experiment)
-    assert capsys.readouterr().out.endswith(f"Table and picture: outputs/{place}/result.md, result.png\n")
+    shown = capsys.readouterr().out
+    assert shown.count("Table and picture:") == 1
+    assert shown.endswith(f"Table and picture: outputs/{place}/result.md, result.png\n")
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
 
     run(*experiment, "record=true", "allow_dirty=true")

@@ -65,10 +65,22 @@ def test_what_a_recipe_is_over_adds_points_to_the_same_figure(settings: Networks
     assert recipe.asked == 6, "those of the case that has changed are not"
 
 
-def test_another_device_is_refused_before_anything_is_measured(settings: Networks, tmp_path: Path) -> None:
-    recipe = OverBoth()
-    with pytest.raises(ValueError, match="mine trains on a CPU: choose hardware=cpu"):
-        recipe.run(replace(settings, hardware=Hardware("cuda", "cuda", None)), tmp_path, Console(quiet=True))
+@pytest.mark.parametrize(
+    ("needed", "device", "place", "message"),
+    [
+        ((), "cuda", "p", "mine trains on a CPU: choose hardware=cpu"),
+        (("plain",), "cpu", "p", "mine is drawn against plain: add it to variants"),
+        ((), "cpu", "file/p", "result.json.part cannot be written .*: choose another results_dir"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_measured(
+    settings: Networks, tmp_path: Path, needed: tuple[str, ...], device: str, place: str, message: str
+) -> None:
+    recipe, here = OverBoth(), replace(settings, hardware=Hardware("x", device, None))
+    recipe.needed = needed
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=message):
+        recipe.run(here, tmp_path / place, Console(quiet=True))
     assert recipe.asked == 0
 
 

@@ -60,6 +60,7 @@ def settings() -> FusionSettings:
         hardware=Hardware("cpu", "cpu", None),
         models={"small": {"_target_": "retime.recipes.models.mlp"}},
         batch_sizes=[1, 4, 16],
+        variants=[*VARIANTS],
     )
 
 
@@ -132,10 +133,11 @@ def test_a_recipe_that_has_moved_keeps_its_points(settings: FusionSettings, tmp_
 
 
 def test_an_interrupted_run_continues(settings: FusionSettings, tmp_path: Path) -> None:
-    recipe = Counting()
+    recipe, console = Counting(), Console(record=True, width=300)
     recipe.fail_at = 16
     with pytest.raises(KeyboardInterrupt):
-        recipe.run(settings, tmp_path, QUIET)
+        recipe.run(settings, tmp_path, console)
+    assert f"stopped; the same command goes on behind the points in {tmp_path}/result.json" in console.export_text()
     recipe.fail_at = None
     recipe.run(settings, tmp_path, QUIET)
     assert recipe.asked == [1, 4, 16]
@@ -184,12 +186,15 @@ def test_simulated_results_say_so(tmp_path: Path) -> None:
     assert "Simulated, not measured" in report.markdown(load(tmp_path / "result.json"), SavedTime())
 
 
-def test_other_layouts_and_empty_folders_are_refused(tmp_path: Path) -> None:
+def test_other_layouts_and_empty_folders_are_refused(settings: FusionSettings, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="run an experiment first"):
         report.rebuild(tmp_path)
-    (tmp_path / "result.json").write_text('{"format": 0}')
-    with pytest.raises(ValueError, match="Measure it again"):
+    Counting().run(settings, tmp_path / "whole", QUIET)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "result.json").write_text('{"format": 0}')
+    with pytest.raises(ValueError, match=r"other/result\.json: ValueError: .* Measure it again"):
         report.rebuild(tmp_path)
+    assert (tmp_path / "whole" / "result.md").exists(), "it goes on behind that"
 
 
 def test_recording_from_a_changed_tree_is_refused_before_anything_is_measured(

@@ -2,12 +2,14 @@
 
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from retime.mechanisms.cpu_accumulation import SumTimes, TimedSum
 from retime.recipes.core.results import Point, Row
+from retime.recipes.cpuacc import worker
 from retime.recipes.cpuacc.layer_table import ALL, ALONE, LayerTable, exposure, published
 from retime.recipes.cpuacc.worker import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE, WAIT, of_pass
 from support.recipes import assert_draws, settings_for
@@ -38,6 +40,15 @@ def test_it_measures_every_layer(tmp_path: Path) -> None:
     assert by_layer == [time for times in table.values() for time in times]
     assert f"  - {exposure(point)}" in recipe.notes(result)
     assert_draws(recipe, result, tmp_path)
+
+
+def test_passes_with_sums_and_without_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = Mock(**{"beside_ms.return_value": {quantity: [1.0] for quantity in QUANTITIES}})
+    for name, made in (("_batches", [None]), ("build_model", None), ("LayerTimes", times), ("tell", None)):
+        monkeypatch.setattr(worker, name, Mock(return_value=made))
+    answer = worker.layers({"model": {}, "seed": 0, "rounds": 2, "warmup_rounds": 0})
+    assert [name for name, *_ in times.method_calls] == ["alone_ms", "beside_ms", "beside_ms", "alone_ms", "close"]
+    assert answer["ms"][ADD] == [[1.0], [1.0]]
 
 
 def _sum(size: int, given: float, began: float, ended: float) -> TimedSum:

@@ -3,12 +3,16 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import Hardware
+from retime.recipes.cpuacc import memory
 from retime.recipes.cpuacc.memory import GROWN, STATE, STEP, ZERO, Memory, Updates, image_mib, more_images
+from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import claim, target
 from support.recipes import assert_draws, settings_for
 
@@ -58,6 +62,15 @@ def test_a_rank_holds_its_share_of_the_state(tmp_path: Path) -> None:
     assert [line.against for line in recipe.compare(result)] == [target(name) for name in wanted]
     assert f"the same final weights: ddp, {ZERO}, cpu_accumulate_ddp, update_on_host" in recipe.notes(result)[1]
     assert_draws(recipe, result, tmp_path)
+
+
+def test_starts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Mock(return_value=[{STATE: 1, GROWN: 1, STEP: 1.0, "weights": "x", "parameters": 4}])
+    monkeypatch.setattr(memory, "ask", ask)
+    settings = AccumulationSettings(hardware=Hardware("cpu", "cpu"), rounds=3, variants={n: {"name": n} for n in "abc"})
+    measured = Updates().measure(settings, {"network": "N", "ranks": 2}, print)
+    assert "".join(call.kwargs["strategy"]["name"] for call in ask.mock_calls) == "abcbcacab"
+    assert [(row.variant, len(row.values)) for row in measured.rows[::3]] == [("a", 3), ("b", 3), ("c", 3)]
 
 
 def test_the_last_is_compared_with_the_first() -> None:

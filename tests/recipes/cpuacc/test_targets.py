@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from rich.console import Console
 
 from retime.recipes.core.build import build_model
 from retime.recipes.core.schema import Hardware
+from retime.recipes.core.trainer_loop import Training
 from retime.recipes.cpuacc import targets, worker
 from retime.recipes.cpuacc.naive import NAIVE, RANK_ORDERED
 from retime.recipes.cpuacc.settings import AccumulationSettings
-from retime.recipes.cpuacc.targets import STEP, SUM, Targets, target
+from retime.recipes.cpuacc.targets import STEP, SUM, WAITS, Targets, target
 from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES
 from support.recipes import assert_draws, settings_for
 from support.simulated_cuda import ORDERS, simulated_cuda
@@ -93,3 +95,34 @@ def test_ranks_have_a_gpu_each_or_share_them(gpus: int, device: str, by: str, mo
     assert targets.machine(settings, 4)["ranks joined by"] == by
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     assert str(worker._device(request)) == ("cpu" if device == "cpu" else f"cuda:{3 % gpus}")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_strategies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Mock(return_value=Training([1.0] * 9, [], "digest", ""))
+    monkeypatch.setattr(worker, "_fit", fit)
+    monkeypatch.setattr(worker, "step_phases", lambda fit, warm_up: fit(None) and {"update": 1.0})
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    request = {
+        **CPU,
+        "data": DATA,
+        "model": MODEL,
+        "optimizer": {},
+        "variants": {name: {"name": name} for name in "abc"},
+    }
+    request |= {"rounds": 3, "warmup_rounds": 0, "steps": 1, "check_every": 1, "held_out": DATA, "held_out_size": 2}
+    assert worker.fits(request)["phases"] == {name: [{"update": 1.0}] * 3 for name in "abc"}
+    worker.outputs(request)
+    order = "".join((call.args[3] or {}).get("name", "") for call in fit.mock_calls)
+    assert order == 2 * "abcbcacab" + "abc" + "abcbcacab", "in a first seed each trains twice"
+
+
+def test_phases_are_those_of_the_rank_that_waits_longest_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(*times: tuple[float, float]) -> dict[str, Any]:
+        phases = {"ddp": [dict(zip(WAITS, time, strict=True)) for time in times]}
+        return {"ms": {}, "weights": {"ddp": "w"}, "gradient_bytes": 4, "phases": phases}
+
+    monkeypatch.setattr(targets, "ask", lambda *given: [rank((1, 1), (9, 3)), rank((3, 2), (5, 4))])
+    settings = AccumulationSettings(hardware=Hardware("cpu", "cpu"), variants={"ddp": {}})
+    rows = targets.measure_fits(settings, {"network": "AlexNet", "ranks": 2}, print).rows
+    assert [(row.quantity, row.values) for row in rows] == [*zip(WAITS, ([3, 9], [2, 3]), strict=True)]

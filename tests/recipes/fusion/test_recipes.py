@@ -9,8 +9,9 @@ from torch import nn
 
 from retime.recipes.core.build import KernelUnavailable, build, build_batches, build_optimizer, loss_of
 from retime.recipes.core.trainer_loop import GradientBytes, digest, train
-from retime.recipes.fusion.figures import fit_speedup
-from retime.recipes.fusion.trainer import largest_layer_bytes, trainer_run
+from retime.recipes.fusion.figures import StepTimes, fit_speedup
+from retime.recipes.fusion.settings import FusionSettings
+from retime.recipes.fusion.trainer import Distributed, Targets, largest_layer_bytes, trainer_run
 from retime.recipes.fusion.variants import VARIANTS, BareLoop, choose_variants, kernel_flags
 from retime.recipes.models import mlp
 
@@ -116,6 +117,15 @@ def test_formula_is_found_again_in_times_that_follow_it() -> None:
     assert fit.speedup("backward", 4) == pytest.approx(32 / 27)
     with pytest.raises(ValueError, match="at least two batch sizes"):
         fit_speedup([4], [1.0], {})
+
+
+@pytest.mark.parametrize("recipe", [Targets, Distributed])
+@pytest.mark.parametrize("variant", ["no_update", "post_accumulate_hook", "retime_backward_default", "fuzed"])
+def test_what_no_trainer_runs_is_refused_before_anything_is_measured(recipe: type[StepTimes], variant: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"'{variant}' does not run in a Trainer: choose from baseline, foreach, fused"
+    ):
+        recipe().points(FusionSettings(variants=["fused", variant]))
 
 
 def test_trainer_gives_the_same_bits_under_each_strategy() -> None:
