@@ -177,7 +177,8 @@ def _called(reference: str, batch_size: int | None) -> tuple[nn.Module, Any]:
 
 def _attach_trainer(*owners: Any) -> None:
     """Give a LightningModule and a data module a trainer to ask."""
-    if hooked := [one for one in owners if isinstance(one, DataHooks)]:
+    hooked: list[Any] = [one for one in owners if isinstance(one, DataHooks)]
+    if hooked:
         with quiet():
             steps = _StandIn.estimated_stepping_batches
             trainer: Any = _StandIn(accelerator="cpu", logger=False, barebones=True, max_steps=steps)

@@ -319,9 +319,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         log.publish(logged, changed_here=bool(results))
         if kept is not None:
             self._look_at_first(self._step, log, kept)
-        self._results.put(
-            {"loss": loss, **move_data_to_device(others, self.root_device)}, trainer.accumulate_grad_batches
-        )
+        self._results.put(move_data_to_device(others, self.root_device), loss, trainer.accumulate_grad_batches)
         return divided
 
     def _others(self, output: Any) -> dict[str, Any]:
