@@ -124,19 +124,20 @@ def tensors_of(batch: Any, path: str = "batch") -> dict[str, Tensor]:
 
 
 def map_leaves(
-    value: Any, change: Callable[[str, Any], Any], path: str = "batch", is_leaf: Callable[[Any], bool] = lambda _: False
+    value: Any, change: Callable[[str, Any], Any], path: str = "batch", is_list: Callable[[Any], bool] | None = None
 ) -> Any:
     """A copy of a nested value with each leaf replaced by ``change(place, leaf)``; the leaves stay where they were.
 
-    Leaves are tensors, whatever is no container, lists or tuples without tensors, and what ``is_leaf`` says.
+    Leaves are tensors, whatever is no container, lists or tuples without tensors, and those of ``is_list``.
 
     Raises:
         ValueError: a container cannot be rebuilt.
     """
-    children = None if is_leaf(value) else _children(value, path)
+    is_one = is_list is not None and isinstance(value, list | tuple) and is_list(value)
+    children = None if is_one else _children(value, path)
     if children is None:
         return change(path, value)
-    changed = [map_leaves(child, change, place, is_leaf) for place, _, child in children]
+    changed = [map_leaves(child, change, place, is_list) for place, _, child in children]
     try:
         return _rebuild(value, [key for _, key, _ in children], changed)
     except (TypeError, AttributeError, ValueError) as error:
@@ -172,15 +173,16 @@ def replaced_tensors(batch: Any, change: Callable[[Tensor], Tensor], depth: int 
 
 
 def leaves_of(
-    value: Any, path: str = "batch", is_leaf: Callable[[Any], bool] = lambda _: False
+    value: Any, path: str = "batch", is_list: Callable[[Any], bool] | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a nested value with their places, as :func:`map_leaves` has them."""
-    children = None if is_leaf(value) else _children(value, path)
+    is_one = is_list is not None and isinstance(value, list | tuple) and is_list(value)
+    children = None if is_one else _children(value, path)
     if children is None:
         yield path, value
     else:
         for place, _, child in children:
-            yield from leaves_of(child, place, is_leaf)
+            yield from leaves_of(child, place, is_list)
 
 
 def _children(value: Any, path: str) -> list[tuple[str, Any, Any]] | None:
