@@ -27,12 +27,9 @@ from retime.integrations.accelerate.accelerate_private import (
 )
 from retime.strategies.support import lightning_private
 from support.private_canaries import canary, dies
-from support.trainers import quiet_trainer
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 def fit(*callbacks: Callback, model: BoringModel | None = None, steps: int = 3) -> Trainer:

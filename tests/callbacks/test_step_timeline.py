@@ -232,9 +232,7 @@ def assert_untouched(trainer: Trainer) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward", "update"])
 def test_an_exception_leaves_nothing_behind(where: str) -> None:
     timeline, memory, model = quiet(), PeakMemory(), Failing(where)
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, callbacks=[timeline, memory]
-    )
+    trainer = quiet_trainer(max_epochs=1, callbacks=[timeline, memory])
     with pytest.raises(ZeroDivisionError):
         trainer.fit(model, loader(2))
     assert_untouched(trainer)

@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import RandomDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import retime
+from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    *IGNORED_WARNINGS,
     pytest.mark.filterwarnings("ignore::retime.DifferenceWarning"),
     pytest.mark.filterwarnings("ignore::retime.NoEffectWarning"),
     pytest.mark.filterwarnings("ignore:Swapping scheduler"),
@@ -70,18 +70,8 @@ class FurtherArguments(Net):
 def weights(module: type[Net], strategy: str, averaging: bool) -> dict[str, Tensor]:
     seed_everything(1, verbose=False)
     net = module()
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=3,
-        callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)] if averaging else [],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(net)
+    callbacks = [StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)] if averaging else []
+    quiet_trainer(strategy=strategy, max_epochs=3, callbacks=callbacks).fit(net)
     return net.state_dict()
 
 

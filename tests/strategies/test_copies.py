@@ -61,10 +61,8 @@ def copy_all(trainer: Trainer, module: LightningModule) -> None:
 
 def fit(strategy: Any, root: Path, *callbacks: Callback) -> Net:
     module = Net()
-    trainer = Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=True,
-        enable_model_summary=False, default_root_dir=root, callbacks=[CopiesAll(), *callbacks],
-    )  # fmt: skip
+    shown = {"enable_checkpointing": True, "enable_progress_bar": True, "default_root_dir": root}
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=[CopiesAll(), *callbacks], **shown)
     trainer.fit(module)
     copy_all(trainer, module)
     return module

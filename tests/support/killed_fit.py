@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 import retime
 from retime.strategies.support import lightning_private
 from support.time_limits import limit_s
+from support.trainers import quiet_trainer
 
 RANK = int(os.environ["RANK"])
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
@@ -75,17 +76,9 @@ class TellsOfEnd(Callback):
 def main(name: str, phase: str, number: str, rank: str, later_ms: str | None = None) -> None:
     loader = DataLoader(torch.randn(48, 16), batch_size=4)
     with TemporaryDirectory() as folder:
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=STRATEGIES[name](),
-            logger=False,
-            callbacks=[ModelCheckpoint(folder, every_n_train_steps=2), TellsOfEnd()],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            max_epochs=50,
-            num_sanity_val_steps=0,
-        )
+        callbacks = [ModelCheckpoint(folder, every_n_train_steps=2), TellsOfEnd()]
+        limits = {"enable_checkpointing": True, "max_epochs": 50, "num_sanity_val_steps": 0}
+        trainer = quiet_trainer(devices=2, strategy=STRATEGIES[name](), callbacks=callbacks, **limits)
         first = int(rank) == RANK
         delay_s = 0.0 if first or later_ms is None else int(later_ms) / 1000
         if later_ms is not None:
