@@ -206,8 +206,9 @@ class StepPlanner:
                 return trial.step_ms(choice)
 
             choice = search_plan(dry, self.budget_bytes, memory=memory, trial=tried_ms if timed else None)
-        split = choice.plan.sub_batch < samples
-        return PlannedShape(samples, choice, certificate if split else None, _note(memory, trial.note))
+        kept = certificate if choice.plan.sub_batch < samples else None
+        _tell_of_draws(kept)
+        return PlannedShape(samples, choice, kept, _note(memory, trial.note))
 
     def of_saved(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
         """An earlier run's plan, if its step needs no more than it did then, and no more than the budget.
@@ -233,6 +234,7 @@ class StepPlanner:
             certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples), plain=plain)
             if not certificate.separable:
                 return None
+            _tell_of_draws(certificate)
         return replace(shape, choice=now, certificate=certificate)
 
     def certify(
@@ -249,7 +251,7 @@ class StepPlanner:
             return Certificate(None, self.whole_because)
         (begin or partial(self.options.say, PROBING))()
         with self.trying_out(), preserve_state(self.model, step):
-            certificate = certify(
+            return certify(
                 step,
                 batch,
                 self.model,
@@ -260,9 +262,6 @@ class StepPlanner:
                 samples=samples,
                 read_only=plain is not None and not plain.trace.writes_parameters,
             )
-        if certificate.drawn:
-            warn_difference(f"under a memory budget {certificate.drawn}")
-        return certificate
 
     def check_sizes(self, step: Step, batch: Any, certificate: Certificate, sizes: Collection[int]) -> Certificate:
         """The same certificate, if batches of these sizes do what the probed samples do."""
@@ -326,6 +325,11 @@ class StepPlanner:
         if not certificate.layers or list(certificate.layers) != batch_statistics_layers(self.model):
             return "; ".join(filter(None, (because, *advice))) + ". A smaller batch would help"
         return f"{because}; choose batchnorm='ghost', or a smaller batch"
+
+
+def _tell_of_draws(certificate: Certificate | None) -> None:
+    if certificate is not None and certificate.drawn:
+        warn_difference(f"under a memory budget {certificate.drawn}")
 
 
 def _note(memory: StepMemory, *more: str) -> str:

@@ -141,6 +141,7 @@ class Busy(ShallowNet):
         return loss
 
 
+@pytest.mark.filterwarnings("ignore:under a memory budget each sub-batch draws")
 def test_planning_leaves_no_trace(way: str) -> None:
     runs = []
     for strategy in ("auto", MemoryBudgetStrategy(SHALLOW)):
