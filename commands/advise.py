@@ -22,7 +22,7 @@ import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -55,10 +55,6 @@ from retime.schedules.network import parse_rate
 
 SUMMARY = "which methods pay for your own training step, measured"
 _ROUNDS, _SEARCH_ROUNDS = 9, 5
-_TOGETHER, _CONFIRMED = 5.0, 1.5
-"""How many times --seconds all methods take together at most; of these, what is kept for measuring again."""
-_PLAN_STEPS = 60
-"""In whose time a budget is planned, roughly."""
 _FAR_BEHIND = 1.3
 """A plain setting whose least time is so many times the fastest one's is tried no more."""
 _APART = 1.05
@@ -202,9 +198,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_job_options(command)
     command.add_argument("--devices", type=int, metavar="N", help="local ranks of methods for several (default 2)")
     command.add_argument("--memory", metavar="BYTES", help="memory that training may take, such as 8GiB")
-    command.add_argument(
-        "--seconds", type=float, default=60.0, help="at most, for each method (default 60); for all, 5x"
-    )
+    command.add_argument("--seconds", type=float, default=60.0, help="at most, for each method (default 60)")
     command.add_argument("--only", action="append", default=[], metavar="METHOD", help="try these alone")
     command.add_argument("--network", metavar="RATE", help="simulate ooo_ddp between machines, such as 10gbit")
     command.add_argument("--ranks", type=int, metavar="N", help="with --network: machines (default 8)")
@@ -276,7 +270,6 @@ class _Measuring:
         job = {key: getattr(options, key) for key in ("config", "batch", "optimizer")} | {"device": "cpu"}
         self._request = {"job": job, "words": list(words), "trainer": advice.trainer}
         self._seconds, self._ranks, self._only = options.seconds, options.ranks or 8, options.only
-        self._together, self._kept_s, self._share = Limit(_TOGETHER * self._seconds), _CONFIRMED * self._seconds, 1.0
         self._advice, self._cores = advice, cores
         self._base: Running | None = None
         self._base_method = PLAIN
@@ -304,21 +297,12 @@ class _Measuring:
         methods = self._methods()
         for number, (name, method) in enumerate(methods.items(), 1):
             why = self._why_not(method)
-            later = [_steps_of(one) for one in [*methods.values()][number:] if not self._why_not(one)]
-            self._share = _steps_of(method) / (_steps_of(method) + sum(later))
             row = Row(name, method, _OUT, why) if why else self._measured(name, method)
             advice.rows.append(row)
             progress(f"{number} of {len(methods)}: {name}: {_short(row)}")
         if link_bits is not None:
             self._simulate(link_bits)
-        self._kept_s = 0.0
         self._confirm()
-
-    def _limit(self, share: float = 1.0) -> Limit:
-        """For the next measurement: --seconds, or that share of what is left for all methods, if it is less."""
-        left_s = share * max(0.0, self._together.left_s() - self._kept_s)
-        so_long = f"{left_s:.2g} s, its share of {_TOGETHER:g} times --seconds {self._seconds:g}"
-        return Limit(left_s, so_long) if left_s < self._seconds else Limit(self._seconds)
 
     def _methods(self) -> dict[str, Method]:
         """Methods, those on one device first, as the plain step waits beside them; budgets follow from its peak."""
@@ -393,7 +377,7 @@ class _Measuring:
         """The plain step, or ddp, which waits; started if it is not there."""
         if self._base is None or self._base_method is not method:
             self.close()
-            limit = self._limit()
+            limit = Limit(self._seconds)
             self._base, self._base_method = self._start(method, self._setting_of(method), limit), method
             self._base.steps(limit, method.warm_steps)
             step_ms, peak_bytes = self._base.block(limit, median(self._base.steps(limit, 2)["ms"]))
@@ -416,7 +400,7 @@ class _Measuring:
                 if not half.left_s():
                     break
                 progress(f"ddp with buckets of {size} MiB")
-                limit, method = self._limit(), ddp(size)
+                limit, method = Limit(self._seconds), ddp(size)
                 with closing(self._start(method, self._setting_of(method), limit)) as running:
                     running.steps(limit, method.warm_steps)
                     guess = median(running.steps(limit, 2)["ms"])
@@ -428,22 +412,18 @@ class _Measuring:
     def _measured(self, name: str, method: Method, *, show: bool = False) -> Row:
         setting = self._setting_of(method)
         row = Row(name, method, _OUT, threads=setting.threads, kept_heap=setting.kept_heap)
-        if not self._limit().left_s():
-            row.why = f"not reached in {_TOGETHER:g} times --seconds {self._seconds:g}, the most for all: give more"
-            return row
         try:
             base = self._base_of(self._strongest_ddp() if method.over_ddp else PLAIN)
         except MethodError as error:
             row.why = f"{'ddp' if method.over_ddp else 'the plain step'} does not run beside it: {error}"
             self.close()
             return row
-        limit = self._limit(self._share)
+        limit = Limit(self._seconds)
         try:
             with closing(self._start(method, setting, limit)) as other:
                 before, after = self._rounds(base, other, limit, row)
                 if show:
-                    with suppress(MethodError):  # the numbers stand without a picture
-                        self._advice.spans[name] = other.steps(limit, 3, spans=True)["spans"]
+                    self._advice.spans[name] = other.steps(limit, 3, spans=True)["spans"]
         except MethodError as error:
             row.why = str(error)
             if base.is_busy:  # its answer would be taken for the next one's
@@ -460,7 +440,7 @@ class _Measuring:
         before, after = in_turns(base, other, limit, _ROUNDS)
         row.hear(other.steps(limit, 1))  # of what took itself off meanwhile, too
         if done < row.method.warm_steps:
-            row.notes.append(f"it settles after {row.method.warm_steps} steps; {done} ran in half of {limit}")
+            row.notes.append(f"it settles after {row.method.warm_steps} steps; {done} ran in half of --seconds")
         row.peak_bytes = max(peak for _, peak in after)
         return [ms for ms, _ in before], [ms for ms, _ in after]
 
@@ -472,7 +452,7 @@ class _Measuring:
             chosen = [row for row in (advice.best, advice.best_of_ranks) if row is not None and not row.confirmed]
             if not chosen:
                 return
-            row, self._share = chosen[0], 1 / len(chosen)
+            row = chosen[0]
             progress(f"once more, in new processes: {row.name}")
             self.close()
             self._anew = True
@@ -502,7 +482,7 @@ class _Measuring:
         assert advice.plain_ms is not None
         request = {**self._request, "layers": True, "threads": setting.threads}
         try:
-            with closing(Running(serve, request, KEPT_HEAP, 1, self._limit())) as process:
+            with closing(Running(serve, request, KEPT_HEAP, 1, Limit(self._seconds))) as process:
                 layers = process.first["layers"]
         except MethodError as error:
             row.why = str(error)
@@ -528,11 +508,6 @@ def _simulated_gain(layers: Sequence[tuple[Any, ...]], scale: float, cluster: Cl
         for how in (systems.DDP, systems.OURS_DDP)
     )
     return ddp_ms / ours_ms
-
-
-def _steps_of(method: Method) -> int:
-    """In the time of how many steps a method is measured, roughly; it may settle in half of its time."""
-    return 2 * (method.warm_steps + _ROUNDS) + _PLAN_STEPS * ("budget" in method.arguments)
 
 
 def _short(row: Row) -> str:

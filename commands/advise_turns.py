@@ -160,7 +160,7 @@ def in_turns(base: Running, other: Running, limit: Limit, rounds: int) -> tuple[
         began = limit.left_s()
         for turn in (0, 1) if len(blocks[0]) % 2 else (1, 0):
             blocks[turn].append((base, other)[turn].block(limit, guesses[turn]))
-        if 1.5 * (began - limit.left_s()) > limit.left_s():  # one round may take longer than another
+        if began - limit.left_s() > limit.left_s():
             break
         speeds = [before / after for (before, _), (after, _) in zip(*blocks, strict=True)]
         if len(speeds) >= _ENOUGH_ROUNDS and max(speeds) < _HOPELESS:

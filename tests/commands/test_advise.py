@@ -14,7 +14,6 @@ from copy import deepcopy
 from html.parser import HTMLParser
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,7 +23,7 @@ from torch import nn
 
 import retime
 from retime import callbacks, mechanisms, modules
-from retime.commands import advise, advise_turns, advise_worker
+from retime.commands import advise, advise_worker
 from retime.commands.advise_turns import MethodError, no_effect
 from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method, ScanChains, methods_for
 from retime.commands.main import main
@@ -295,28 +294,6 @@ def test_a_slow_network_is_simulated_with_its_error(tmp_path: Path, capsys: pyte
     assert row["gain"]["median"] > 1
     assert "take 170% of the measured step" in " ".join(capsys.readouterr().out.split())
     assert whole["advised_on_ranks"] is None
-
-
-def test_all_methods_together_take_five_times_the_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, plain, step_s = [0.0], Fake._answer, 0.1
-
-    def answer(self: Any, steps: int, limit: Any = None) -> Any:
-        now[0] += steps * step_s if limit is None else min(steps * step_s, limit.left_s())
-        if limit is not None and not limit.left_s():
-            raise MethodError(f"it took longer than {limit}: give more")
-        return plain(self, steps)
-
-    monkeypatch.setattr(advise_turns, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(Fake, "steps", lambda self, limit, steps, **_: answer(self, steps, limit))
-    Fake.times = {"fused_optimizer": 8.0}
-    whole = run(tmp_path, "--seconds", "20")[1]
-    assert now[0] <= 100
-    assert whole["advised"] == "fused_optimizer"
-    assert all(len(row["gain"]["rounds"]) >= 3 for row in whole["methods"] if row["gain"])
-    now[0], step_s = 0.0, 1.0
-    whole = run(tmp_path, "--seconds", "20")[1]
-    assert now[0] <= 100
-    assert any("its share of 5 times --seconds 20: give more" in row["why"] for row in whole["methods"])
 
 
 def test_ctrl_c_gives_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
