@@ -170,7 +170,7 @@ def test_figure_7(tmp_path: Path):
 
 @pytest.mark.long
 def test_figure_13(tmp_path: Path):
-    some = {"data": {"_target_": "retime.recipes.data.synthetic_irmas", "length": 4}, "variants": ["baseline", "auto"]}
+    some = {"data": {"_target_": "retime.recipes.data.synthetic_irmas", "length": 32}, "variants": ["baseline", "auto"]}
     result, text = run(figures.InstrumentCurves, tmp_path / "r", features=["S", "M"], batch_size=32, **some)
     assert [point.at["features"] for point in result.points] == ["S", "M"]
     assert "Table 6 | GRU, M, B=32, backward (V100)" in text
