@@ -116,8 +116,8 @@ def _values(point: Point, recipe: Recipe[Any]) -> list[str]:
     lines = []
     for variant in dict.fromkeys(row.variant for row in point.rows):
         cells = [variant]
-        for quantity, _ in quantities:
-            rows = [row for row in point.rows if (row.variant, row.quantity) == (variant, quantity)]
+        for column in quantities:
+            rows = [row for row in point.rows if (row.variant, row.quantity, row.unit) == (variant, *column)]
             cells.append(recipe.shown(rows[0]) if rows else "")
         for reference in references.values():
             faster = ratio(point, reference, variant, recipe.quantity)
