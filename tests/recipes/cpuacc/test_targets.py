@@ -103,13 +103,8 @@ def test_strategies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_fit", fit)
     monkeypatch.setattr(worker, "step_phases", lambda fit, warm_up: fit(None) and {"update": 1.0})
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    request = {
-        **CPU,
-        "data": DATA,
-        "model": MODEL,
-        "optimizer": {},
-        "variants": {name: {"name": name} for name in "abc"},
-    }
+    variants: dict[str, Any] = {name: {"name": name} for name in "abc"}
+    request = {**CPU, "data": DATA, "model": MODEL, "optimizer": {}, "variants": variants}
     request |= {"rounds": 3, "warmup_rounds": 0, "steps": 1, "check_every": 1, "held_out": DATA, "held_out_size": 2}
     assert worker.fits(request)["phases"] == {name: [{"update": 1.0}] * 3 for name in "abc"}
     worker.outputs(request)
