@@ -81,7 +81,9 @@ class Browser:
             while not self._loaded:
                 self._hear(self._read())
             with suppress(AssertionError):  # the page before may end late
-                return self.settle()
+                self.settle()
+                if self.run(f"document.readyState === 'complete' && location.href === {json.dumps(page.as_uri())}"):
+                    return
         raise AssertionError(f"{page} does not stay loaded")
 
     def run(self, script: str) -> Any:
