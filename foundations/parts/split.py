@@ -133,8 +133,7 @@ def map_leaves(
     Raises:
         ValueError: a container cannot be rebuilt.
     """
-    is_one = is_list is not None and isinstance(value, list | tuple) and is_list(value)
-    children = None if is_one else _children(value, path)
+    children = _children(value, path, is_list)
     if children is None:
         return change(path, value)
     changed = [map_leaves(child, change, place, is_list) for place, _, child in children]
@@ -176,8 +175,7 @@ def leaves_of(
     value: Any, path: str = "batch", is_list: Callable[[Any], bool] | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a nested value with their places, as :func:`map_leaves` has them."""
-    is_one = is_list is not None and isinstance(value, list | tuple) and is_list(value)
-    children = None if is_one else _children(value, path)
+    children = _children(value, path, is_list)
     if children is None:
         yield path, value
     else:
@@ -185,9 +183,11 @@ def leaves_of(
             yield from leaves_of(child, place, is_list)
 
 
-def _children(value: Any, path: str) -> list[tuple[str, Any, Any]] | None:
+def _children(value: Any, path: str, is_list: Callable[[Any], bool] | None) -> list[tuple[str, Any, Any]] | None:
     """Content of a container, as (place, key, child); None for a leaf."""
     if isinstance(value, Tensor | PackedSequence) or _is_flat(value):
+        return None
+    if is_list is not None and isinstance(value, list | tuple) and is_list(value):
         return None
     if isinstance(value, Mapping):
         return [(f"{path}[{key!r}]", key, child) for key, child in value.items()]
