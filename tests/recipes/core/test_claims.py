@@ -19,7 +19,7 @@ def of(*claims: Published, findings: list[Finding] | None = None) -> Paper:
     return Paper("a-paper", "A", "Somebody 2020", "A title", {}, claims=list(claims), findings=findings or [])
 
 
-@pytest.mark.parametrize(("package", "numbers"), [*zip(PACKAGES, (23, 18, 36, 25, 40), strict=True)])
+@pytest.mark.parametrize(("package", "numbers"), [*zip(PACKAGES, (23, 19, 46, 25, 40), strict=True)])
 def test_every_figure_table_and_statement_has_its_number(package: str, numbers: int) -> None:
     assert max(claim.number for claim in paper(package).claims) == numbers
 
