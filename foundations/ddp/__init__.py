@@ -21,6 +21,7 @@ from retime.foundations.ddp.comm_hook import (
 )
 from retime.foundations.ddp.reductions import (
     BucketMap,
+    KeptGradients,
     PendingGradient,
     Reduction,
     Reductions,

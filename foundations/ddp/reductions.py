@@ -5,8 +5,10 @@ looks at its gradient first waits until the all-reduce of that gradient has ende
 plain optimizers see complete gradients without knowing of any of this.
 """
 
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from retime.foundations.ddp.comm_hook import Reducer, start_mean
 from retime.foundations.lazy_updates import PendingUpdate, gradient_of, is_pending, unwatchable
+from retime.foundations.messages import warn_difference
 from retime.foundations.torch_private.distributed import GradBucket
 from retime.foundations.torch_private.tensors import version_of
 
@@ -225,3 +228,40 @@ class Reductions:
         """Return the reductions that began since the last call."""
         taken, self._on_their_way = self._on_their_way, []
         return taken
+
+
+class KeptGradients:
+    """Finds gradients of a step that the program still holds when the next backward pass is about to write into them.
+
+    They are views of the wrapper's buckets. Without ``gradient_as_bucket_view`` each step has tensors of its own.
+
+    Args:
+        parameters: whose gradients.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._seen: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
+        """The gradients of the last step, and how many references to each there were at its end."""
+
+    def note(self) -> None:
+        """A backward pass has ended, and the program has not asked for its gradients yet."""
+        self._seen = []
+        for parameter in self._parameters:
+            if gradient_of(parameter) is not None:
+                reference: weakref.ref[Tensor] = weakref.ref(gradient_of(parameter))  # type: ignore[arg-type]
+                self._seen.append((parameter, reference, sys.getrefcount(reference())))
+
+    def warn(self) -> None:
+        """Say once if there are more references than then to gradients that their parameters have no more."""
+        if any(
+            reference() is not None
+            and reference() is not gradient_of(parameter)
+            and sys.getrefcount(reference()) > references
+            for parameter, reference, references in self._seen
+        ):
+            self._parameters, self._seen = [], []
+            warn_difference(
+                "gradients of an earlier step are still held, and the next backward pass writes into them, which it "
+                "would not without bucket views: hold p.grad.clone()"
+            )

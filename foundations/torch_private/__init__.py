@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
-__all__ = ["PrivateNameError", "attribute", "needed_by", "read_private", "write_private"]
-
 
 class PrivateNameError(ImportError):
     """A private name of another library is gone, and a feature of retime's cannot do without it."""

@@ -16,19 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.torch_private import needed_by, read_private
 
-__all__ = [
-    "COLLECTIVE_NAMESPACES",
-    "GradBucket",
-    "PipelineAction",
-    "divides_by_ranks_left",
-    "has_rebuilt_buckets",
-    "join_reader",
-    "joins_uneven_inputs",
-    "pipeline_runtime",
-    "timeout_of",
-    "torch_pipeline_orders",
-]
-
 
 # Private names of ``DistributedDataParallel``: attributes that only a wrapped model has, so they are asked for in use.
 #

@@ -19,48 +19,6 @@ from torch.autograd.graph import Node
 
 from retime.foundations.torch_private import PrivateNameError, attribute, needed_by, read_private
 
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FOREACH_ZERO",
-    "FakeTensor",
-    "FakeTensorMode",
-    "LOCAL_SCALAR_DENSE",
-    "OpOverload",
-    "RAW_SAVED",
-    "TO_COPY",
-    "TorchDispatchMode",
-    "UnsupportedFakeTensorException",
-    "check_saved_values",
-    "compilation_callbacks",
-    "compiled_call",
-    "compiled_backends",
-    "current_node",
-    "dispatch_mode_count",
-    "forward_ad_level",
-    "function_mode_count",
-    "graph_task_id",
-    "has_compile_mark",
-    "in_function_transform",
-    "keeps_graph",
-    "loss_choices",
-    "next_sequence_number",
-    "queue_callback",
-    "reduction_of",
-    "run_backward",
-    "saves_any",
-    "schema_of",
-    "sequence_number",
-    "stance_callback_replaced",
-    "top_saved_tensors_hooks",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "will_execute",
-    "without_dispatch_modes",
-]
-
 
 # Private names of torch's dispatcher: modes below autograd, fake tensors, operations and trees of tensors.
 #
@@ -119,9 +77,9 @@ with needed_by("backward fusion, whose used-up gradients may be zeroed and moved
 
 _UNCOMPILED = "the memory budget, which runs compiled code uncompiled where a step is split or offloaded,"
 with needed_by(_UNCOMPILED):
-    from torch._dynamo import eval_frame
+    from torch._dynamo import eval_frame as _eval_frame
 
-    eval_frame._callback_from_stance, eval_frame.cached_backends  # noqa: B018
+    _eval_frame._callback_from_stance, _eval_frame.cached_backends  # noqa: B018
 
 _PENDING = "forward fusion, whose updates cannot wait in compiled code,"
 with needed_by(_PENDING):
@@ -150,7 +108,7 @@ def has_compile_mark(module: nn.Module) -> bool:
 
 def compiled_backends() -> dict[int, Any]:
     """The backends that ``torch.compile`` was asked for so far, by number; None: ``torch.compiler.disable``'s."""
-    return eval_frame.cached_backends
+    return _eval_frame.cached_backends
 
 
 @contextmanager
@@ -161,13 +119,12 @@ def stance_callback_replaced(replacement: Callable[[Callable[[Any], Any]], Calla
         replacement: makes the new function from torch's own, which takes and returns what compiles a frame
             (None, False: ``torch.compiler.disable``'s).
     """
-    chosen = eval_frame._callback_from_stance
-    eval_frame._callback_from_stance = replacement(chosen)  # type: ignore[assignment]
+    chosen = _eval_frame._callback_from_stance
+    _eval_frame._callback_from_stance = replacement(chosen)  # type: ignore[assignment]
     try:
         yield
     finally:
-        eval_frame._callback_from_stance = chosen
-
+        _eval_frame._callback_from_stance = chosen
 
 with needed_by("offloading and out-of-order weight gradients, to tell a forward pass inside of a backward pass,"):
     graph_task_id = torch._C._current_graph_task_id

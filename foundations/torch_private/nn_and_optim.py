@@ -17,35 +17,6 @@ from torch.optim import optimizer as _optimizer
 
 from retime.foundations.torch_private import attribute, needed_by
 
-__all__ = [
-    "BatchNormBase",
-    "ConvBase",
-    "FLAT_WEIGHTS",
-    "FLAT_WEIGHTS_NAMES",
-    "own_buffers",
-    "flat_weights",
-    "flat_weights_names",
-    "forward_hooks",
-    "forward_pre_hooks",
-    "backward_hooks",
-    "global_backward_hooks",
-    "global_forward_hooks",
-    "own_parameters",
-    "recurrent_kernels",
-    "SCRIPTED",
-    "weight_names",
-    "INIT_GROUP",
-    "STEP_HOOKS",
-    "foreach_add",
-    "foreach_classes",
-    "foreach_clamp_max",
-    "foreach_clamp_min",
-    "fused_adam_kernel",
-    "fused_adamw",
-    "global_step_hooks",
-    "step_hooks",
-]
-
 with needed_by("the memory budget, which keeps batches whole that BatchNorm counts over,"):
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 """The base of all BatchNorm layers."""

@@ -13,28 +13,6 @@ from torch import Tensor
 
 from retime.foundations.torch_private import attribute, needed_by
 
-__all__ = [
-    "base_of",
-    "disabled_torch_function",
-    "empty_host_cache",
-    "is_functorch_wrapped",
-    "kept_version",
-    "lazy_clone",
-    "make_wrapper_subclass",
-    "neg_view",
-    "post_accumulate_hooks",
-    "reads_of_hooks",
-    "sparse_indices",
-    "sparse_values",
-    "storage_address",
-    "storage_use_count",
-    "tensor_hooks",
-    "unsafe_view",
-    "version_of",
-    "without_subclass_functions",
-    "without_torch_functions",
-]
-
 
 # Private names of storages and their memory.
 #

@@ -8,8 +8,6 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from retime.foundations.torch_private import read_private, write_private
 
-__all__ = ["prepared_optimizers", "prepared_schedulers", "renew_captured_steps"]
-
 
 def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
     """The optimizers that ``accelerator.prepare()`` has wrapped.

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import (
     BucketMap,
+    KeptGradients,
     OwnGroupsReducer,
     PendingGradient,
     RankProcesses,
@@ -102,8 +103,6 @@ class CrossIterationUpdates(ForwardFusion):
 
 # Which wrapped models can be re-ordered.
 
-SUPPORTED_BACKENDS = ("gloo", "nccl")
-
 
 def check_model(model: DistributedDataParallel) -> None:
     """Refuse what cannot be re-ordered, before anything is changed.
@@ -112,8 +111,8 @@ def check_model(model: DistributedDataParallel) -> None:
         ValueError: with what to do.
     """
     backend = dist.get_backend(model.process_group)
-    if backend not in SUPPORTED_BACKENDS:
-        raise ValueError(f"backend {backend!r} is not supported: use {' or '.join(SUPPORTED_BACKENDS)}")
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend {backend!r} is not supported: use gloo or nccl")
     if dist.get_world_size(model.process_group) < 2:
         return  # it does nothing then
     if not model.gradient_as_bucket_view:
@@ -422,6 +421,7 @@ class OutOfOrderDataParallel:
         self._passes.splits = False  # until a forward pass whose gradients are synchronised
         self.k_choice = KChoice(model, self._deferral, k, most, known_k)
         self._divide = divide
+        self._kept = KeptGradients([] if divide else model.parameters())  # plain DDP's are bucket views there too
         self._arrivals = InFlightReductions(self._report, cross_iteration=cross_iteration)
         self._updates: list[CrossIterationUpdates] = []
         self._detached = FusionReport("forward")  # counts of those that were removed
@@ -552,6 +552,8 @@ class OutOfOrderDataParallel:
         if not self._expects_loss:
             self.watch(output)
         self.flush()  # gradients of parameters that nobody read lie in buckets that the backward pass overwrites
+        if model.training and torch.is_grad_enabled():
+            self._kept.warn()
 
     def _choose_k(self) -> None:
         sending = self._sending
@@ -595,4 +597,5 @@ class OutOfOrderDataParallel:
 
     def _arrange_waits(self) -> None:
         self._report.steps += 1
+        self._kept.note()
         self._arrivals.expect(self._sending.reductions.take())

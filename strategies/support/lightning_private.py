@@ -29,28 +29,6 @@ from torchmetrics import Metric
 from retime.foundations.patching import replaced_attributes
 from retime.foundations.torch_private import needed_by, read_private, write_private
 
-__all__ = [
-    "Launcher",
-    "DDPMoments",
-    "ProcessLauncher",
-    "averages_models",
-    "end_behind_batch_on_sigterm",
-    "in_the_loaders_order",
-    "ddp_options",
-    "given_device",
-    "has_batch_norm",
-    "logged_step",
-    "logging_as",
-    "metric_state",
-    "set_metric_state",
-    "show_as_step_value",
-    "skips_backward",
-    "start_method_of",
-    "sync_on_forward",
-    "timeout_of",
-    "user_comm_hook",
-]
-
 with needed_by("the reports of strategies that start processes of their own (..._spawn, ..._fork)"):
     from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
     from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ProcessLauncher

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import time
 import weakref
@@ -19,7 +20,7 @@ from contract.models import Net
 from retime.callbacks import FuseOptimizer, ReverseFirstK
 from retime.foundations.ddp.reductions import SIZES_MB, bucket_mb, measured_seconds_per_mb
 from retime.foundations.measure import forget_peak, peak_so_far
-from retime.foundations.messages import NoEffectWarning
+from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
 from retime.mechanisms.out_of_order.k_search import MOST_STEPS, KTuner
@@ -167,6 +168,24 @@ def test_what_comes_between_the_passes() -> None:
 def test_a_second_backward_pass_that_changes_sums_on_their_way() -> None:
     with pytest.raises(RuntimeError, match="a gradient was changed while its all-reduce was on its way"):
         odd_loop(True, "penalty")
+
+
+@on_ranks(2)
+def test_gradients_that_a_program_keeps_for_the_next_step_are_told_of() -> None:
+    copies = lambda gradients: [gradient.clone() for gradient in gradients]  # noqa: E731
+    for keep, cross_iteration in itertools.product((list, copies), (False, True)):
+        model = wrapped()
+        optimizer = torch.optim.AdamW(model.parameters())
+        ooo = OutOfOrderDataParallel(model, optimizer, k=2, divide=False, cross_iteration=cross_iteration)
+        told = keep is list and RANK == 0
+        with pytest.warns(DifferenceWarning, match="hold p.grad.clone") if told else contextlib.nullcontext():
+            for _ in range(5):
+                model(torch.randn(6, 8)).square().mean().backward()
+                kept = keep(parameter.grad for parameter in model.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert kept
+        ooo.remove()
 
 
 @on_ranks(2)
