@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.torch_private import needed_by, read_private
 
-
 # Private names of ``DistributedDataParallel``: attributes that only a wrapped model has, so they are asked for in use.
 #
 # All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldest that is supported).

@@ -19,7 +19,6 @@ from torch.autograd.graph import Node
 
 from retime.foundations.torch_private import PrivateNameError, attribute, needed_by, read_private
 
-
 # Private names of torch's dispatcher: modes below autograd, fake tensors, operations and trees of tensors.
 #
 # All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldest that is supported).
@@ -125,6 +124,7 @@ def stance_callback_replaced(replacement: Callable[[Callable[[Any], Any]], Calla
         yield
     finally:
         _eval_frame._callback_from_stance = chosen
+
 
 with needed_by("offloading and out-of-order weight gradients, to tell a forward pass inside of a backward pass,"):
     graph_task_id = torch._C._current_graph_task_id

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from retime.foundations.torch_private import attribute, needed_by
 
-
 # Private names of storages and their memory.
 #
 # All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldest that is supported).
