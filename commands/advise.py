@@ -59,6 +59,8 @@ _FAR_BEHIND = 1.3
 """A plain setting whose least time is so many times the fastest one's is tried no more."""
 _APART = 1.05
 """Least gain of either measurement that is advised, most by which quartiles of both differ; a choice of ours."""
+_LOST = 1 / 9
+"""Share of the rounds of both that may be slower: of a dozen methods one seems faster by chance. Ours, too."""
 _MOST_RANKS = 64
 _LATENCY_MS, _BUCKETS = 0.05, tuple(size * 2**20 for size in (1, 4, 25, 100))
 """Of simulated networks: of a message; bytes of DDP's buckets, of which the best count, for either way."""
@@ -464,7 +466,8 @@ class _Measuring:
             first, second = row.gain.median, again.gain.median
             row.gain = spread([*row.gain.rounds, *again.gain.rounds])
             if row.verdict == FASTER:
-                agree = again.verdict == FASTER and min(first, second) >= _APART
+                lost = sum(speed <= 1 for speed in row.gain.rounds) / len(row.gain.rounds)
+                agree = again.verdict == FASTER and min(first, second) >= _APART and lost <= _LOST
                 row.verdict = judged(row.gain) if agree else UNDECIDED
             row.is_steady = row.gain.reach[1] <= _APART * row.gain.reach[0]
             if not row.is_steady:

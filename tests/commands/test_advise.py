@@ -171,14 +171,29 @@ def test_the_fastest_is_measured_twice_and_pasted(tmp_path: Path, capsys: pytest
     assert "fused_optimizer" in page
 
 
-@pytest.mark.parametrize("times", ["8 10.5 undecided", "9.7 9.7 undecided", "5 9.7 undecided", "8 9 faster"])
+@pytest.mark.parametrize(
+    "times",
+    [
+        "8 10.5 0 undecided",
+        "9.7 9.7 0 undecided",
+        "5 9.7 0 undecided",
+        "8 9 0 faster",
+        "8 9 1 faster",
+        "8 9 2 undecided",
+    ],
+)
 def test_both_measurements_have_to_say_so(times: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, verdict = times.split()
+    first, second, lost, verdict = times.split()
     plain = advise._Measuring._measured
 
     def slower_later(self: Any, name: str, method: Method, *, show: bool = False) -> Any:
         Fake.times["fused_optimizer"] = float(second if show else first)
-        return plain(self, name, method, show=show)
+        row = plain(self, name, method, show=show)
+        if name == "fused_optimizer":
+            assert row.gain is not None
+            row.gain = advise.spread([0.99] * int(lost) + row.gain.rounds[int(lost) :])
+            assert advise.judged(row.gain) == row.verdict
+        return row
 
     monkeypatch.setattr(advise._Measuring, "_measured", slower_later)
     _, whole, _ = run(tmp_path)
