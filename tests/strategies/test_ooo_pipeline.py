@@ -79,11 +79,6 @@ def test_one_process_trains_as_ever(tmp_path: Path) -> None:
     assert "no step yet" in str(fit.strategy.report())
 
 
-def test_an_unknown_schedule() -> None:
-    with pytest.raises(ValueError, match=r"schedule='2f2b' is unknown: choose from ooo2,"):
-        OOOPipelineStrategy(schedule="2f2b")
-
-
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__()

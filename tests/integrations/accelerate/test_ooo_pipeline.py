@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -300,7 +299,6 @@ def test_bf16_is_autocast_on_all_ranks() -> None:
 
 
 def test_one_process_trains_as_ever() -> None:
-    AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     inputs = torch.randn(4, 3)
@@ -323,7 +321,6 @@ def test_one_process_trains_as_ever() -> None:
 
 
 def test_loss_scaling_is_refused() -> None:
-    AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu")
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
