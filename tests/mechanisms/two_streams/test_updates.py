@@ -16,8 +16,10 @@ from retime import declare_per_parameter
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.two_streams import TwoStreamBackward, TwoStreamReport
 from retime.mechanisms.two_streams.layers import LinearKernels
+from support import fusion
 from support.failing import FailsBackward
 from support.time_limits import limit_s
+from support.two_stream_steps import plain_step, stepping, twice
 
 STEPS = 6
 SPLIT = 7
@@ -43,14 +45,6 @@ def adamw(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=0.01)
 
 
-def plain_step(
-    model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two_streams: TwoStreamBackward | None
-) -> None:
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def trained(
     step: Step, make_optimizer: Make, make: Callable[[], nn.Module], *, ours: bool, **options: Any
 ) -> tuple[nn.Module, Optimizer, TwoStreamReport | None]:
@@ -67,16 +61,8 @@ def trained(
     return model, optimizer, report
 
 
-def assert_same(one: tuple[nn.Module, Optimizer, Any], other: tuple[nn.Module, Optimizer, Any]) -> None:
-    for left, right in zip(one[0].parameters(), other[0].parameters(), strict=True):
-        assert torch.equal(left, right)
-    states = [optimizer.state_dict() for _, optimizer, _ in (one, other)]
-    assert states[0]["param_groups"] == states[1]["param_groups"]
-    assert states[0]["state"].keys() == states[1]["state"].keys()
-    for number, entries in states[0]["state"].items():
-        for name, value in entries.items():
-            same = states[1]["state"][number][name]
-            assert torch.equal(value, same) if isinstance(value, Tensor) else value == same
+def assert_same(one: Any, other: Any) -> None:
+    fusion.assert_same(*(fusion.Run(model, optimizer, None) for model, optimizer, _ in (one, other)))
 
 
 def both(
@@ -157,14 +143,6 @@ def in_two_passes(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any)
     optimizer.zero_grad(set_to_none=False)
 
 
-def retained(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
-    loss = model(x).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def frozen(model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two: TwoStreamBackward | None) -> None:
     model[4].weight.requires_grad_(False)  # type: ignore[index]
     model[6].bias.requires_grad_(False)  # type: ignore[index]
@@ -177,11 +155,10 @@ def evaluated(model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two
     plain_step(model.train(), optimizer, x, index, two)
 
 
-def autocast(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+@stepping
+def autocast(model: Any, x: Tensor, index: int) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def from_a_later_step(late: Step) -> Step:
@@ -191,11 +168,10 @@ def from_a_later_step(late: Step) -> Step:
     return step
 
 
-def called_twice(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+@stepping
+def called_twice(model: Any, x: Tensor, index: int) -> None:
     """Two calls of each layer in one graph."""
-    sum(model(part).square().mean() for part in x.chunk(2)).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    optimizer.zero_grad()
+    sum(model(part).square().mean() for part in x.chunk(2)).backward()
 
 
 def forward_only(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
@@ -208,7 +184,7 @@ BEHIND: dict[str, tuple[Step, int]] = {
     "learning rate changes": (scheduled, SPLIT * (STEPS - 1)),
     "accumulation": (accumulated, SPLIT * (STEPS - 1)),
     "two passes": (in_two_passes, SPLIT * (STEPS - 1)),
-    "retained graph": (retained, SPLIT * (STEPS - 1)),
+    "retained graph": (twice, SPLIT * (STEPS - 1)),
     "frozen parameters": (frozen, (SPLIT - 2 - 1) * (STEPS - 1)),
     "evaluation": (evaluated, SPLIT * (STEPS - 1)),
     "autocast": (autocast, SPLIT * (STEPS - 1)),
@@ -271,10 +247,9 @@ def test_more_passes_than_in_the_steps_before(clears: bool) -> None:
 
 
 def test_a_weight_in_the_loss() -> None:
-    def in_the_loss(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
-        (model(x).square().mean() + model[4].weight.square().sum()).backward()  # type: ignore[index]
-        optimizer.step()
-        optimizer.zero_grad()
+    @stepping
+    def in_the_loss(model: Any, x: Tensor, index: int) -> None:
+        (model(x).square().mean() + model[4].weight.square().sum()).backward()
 
     assert both(in_the_loss).updates == (SPLIT - 2) * (STEPS - 1)  # from the first step: the layer stays in order
     with pytest.raises(RuntimeError, match="2 gradients in one step, 1 in the steps before"):
