@@ -86,6 +86,16 @@ class Steps(Callback):
         self.steps += 1
 
 
+class Outputs(Callback):
+    """Keeps what callbacks are given."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs)
+
+
 class Looks(Callback):
     """The second epoch trains nothing; weight averaging has such a one for BatchNorm's statistics."""
 
@@ -130,6 +140,13 @@ class ShallowNet(Net):
 
     def __init__(self, norm: Callable[[], nn.Module] | None = None) -> None:
         super().__init__(norm, depth=4)
+
+
+def model_of(*more: nn.Module, depth: int = 4) -> nn.Sequential:
+    """A chain for loops of a test's own, behind layers of its own."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(FEATURES, FEATURES), nn.Tanh())]
+    return nn.Sequential(*more, *layers, nn.Linear(FEATURES, 1))
 
 
 def loader(batches: int = 3, extra: int = 0, batch: int = BATCH) -> DataLoader[Any]:
