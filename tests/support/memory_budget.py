@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import retime.mechanisms.memory_budget.planner as step_planner
 from retime.mechanisms.memory_budget.costs import StepCosts
+from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
 from retime.mechanisms.memory_budget.report import BudgetReport
+from retime.schedules.budget import OffloadPlan
 from retime.strategies import MemoryBudgetStrategy
 from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
@@ -147,6 +149,14 @@ def model_of(*more: nn.Module, depth: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [layer for _ in range(depth) for layer in (nn.Linear(FEATURES, FEATURES), nn.Tanh())]
     return nn.Sequential(*more, *layers, nn.Linear(FEATURES, 1))
+
+
+def offload_all(
+    host: Any, keep: Sequence[torch.Tensor] = (), in_flight_bytes: int = 0, prefetch: int = 0
+) -> OffloadSavedTensors:
+    """Of all that a forward pass saves; it need not reach the plan's numbers."""
+    plan = OffloadPlan(1, frozenset(range(1000)), prefetch, 1000)
+    return OffloadSavedTensors(plan, host, keep, in_flight_bytes, on_mismatch=lambda mismatch: None)
 
 
 def loader(batches: int = 3, extra: int = 0, batch: int = BATCH) -> DataLoader[Any]:
