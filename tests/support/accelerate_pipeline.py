@@ -56,3 +56,7 @@ def forget_state() -> None:
     """As in a new process: Accelerate keeps its device, mixed precision and accumulation."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+
+
+def close(ours: Any, plain: Any) -> None:
+    torch.testing.assert_close(ours, plain, rtol=2e-4, atol=2e-5)

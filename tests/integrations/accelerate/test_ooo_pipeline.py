@@ -20,6 +20,7 @@ from support.accelerate_pipeline import (
     ACCUMULATED,
     BATCH,
     BATCHES,
+    close,
     data,
     forget_state,
     loss_of,
@@ -74,10 +75,6 @@ def train(pipeline: OutOfOrderPipeline, accelerator: Accelerator, parts: Any) ->
             scheduler.step()
             optimizer.zero_grad()
     return losses, norms
-
-
-def close(ours: Any, plain: Any) -> None:
-    torch.testing.assert_close(ours, plain, rtol=2e-4, atol=2e-5)
 
 
 @on_ranks(2, 4, joined=False, before=forget_state)

@@ -21,6 +21,7 @@ from support.accelerate_pipeline import (
     BATCH,
     BATCHES,
     Net,
+    close,
     data,
     forget_state,
     loss_of,
@@ -100,7 +101,7 @@ def loads(folder: str) -> None:
     loop = Loop(7, microbatches=2, pipeline_parallel_size=RANKS)
     for _ in range(2):
         loop.accelerator.load_state(folder)
-        torch.testing.assert_close(loop.run(HALF, BATCHES), losses_of_batches(folder), rtol=2e-4, atol=2e-5)
+        close(loop.run(HALF, BATCHES), losses_of_batches(folder))
     assert len(loop.optimizer.optimizer.state) < len(list(loop.model.parameters()))
 
 
@@ -108,10 +109,6 @@ def losses_of_batches(folder: str) -> list[float]:
     """Those that the other side noted beside the folder."""
     expected: list[float] = torch.load(Path(folder).with_suffix(".losses"))
     return expected
-
-
-def close(losses: list[float], expected: list[float]) -> None:
-    torch.testing.assert_close(losses, expected, rtol=2e-4, atol=2e-5)
 
 
 def test_a_folder_of_two_ranks_is_one_of_a_plain_script(tmp_path: Path) -> None:

@@ -78,10 +78,7 @@ def test_gradients_are_summed_in_host_memory() -> None:
 
 
 def assert_same_gradients(one: nn.Module, two: nn.Module) -> None:
-    for left, right in zip(one.parameters(), two.parameters(), strict=True):
-        assert left.grad is not None
-        assert right.grad is not None
-        assert torch.equal(left.grad, right.grad)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
 @on_two_ranks
