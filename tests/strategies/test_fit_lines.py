@@ -99,7 +99,8 @@ def fits_that_log() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).addHandler(ours)
     for name in ("fused_optimizer_ddp", "ooo_ddp", "cpu_accumulate_ddp", "memory_budget_ddp", "ooo_pipeline"):
-        quiet_trainer(strategy=name, devices=2, max_epochs=1, default_root_dir=SHARED).fit(Net(), sines(16, batch_size=4))
+        fit = quiet_trainer(strategy=name, devices=2, max_epochs=1, default_root_dir=SHARED)
+        fit.fit(Net(), sines(16, batch_size=4))
         for line in ours.lines[:1] + ours.lines[1:][-1:]:  # between them others tell of searches and plans
             print(line, flush=True)
         ours.lines.clear()
