@@ -163,7 +163,7 @@ def test_modules_as_lightning_takes_them(folder: Path, name: str) -> None:
 
 
 def test_layers_of_a_class_are_timed_alone(folder: Path) -> None:
-    with closing(Running(serve, request_of("Loads") | {"layers": True}, {}, 1, Limit(limit_s(60)))) as running:
+    with closing(Running(serve, request_of("Loads") | {"layers": True}, None, 1, Limit(limit_s(60)))) as running:
         assert [size for *_, size in running.first["layers"]] == [4 * 17 * 32, 0, 4 * 33 * 4]
 
 

@@ -9,6 +9,7 @@ import select
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -157,8 +158,11 @@ class Browser:
         return answer
 
 
-def click_through(page: Path, folder: Path) -> list[str]:
-    """Open a timeline's page on a laptop and a telephone, zoom, choose a task, and change the theme.
+def click_through(page: Path, folder: Path, then: Callable[[Browser], object] = lambda browser: None) -> list[str]:
+    """Open a timeline's page on a laptop and a telephone, zoom, choose a task, and change the theme; then more.
+
+    Args:
+        then: what else is done with the page, on a laptop again.
 
     Returns:
         What the browser complained of.
@@ -170,4 +174,6 @@ def click_through(page: Path, folder: Path) -> list[str]:
                 browser.click(selector)
             assert " ms, from " in browser.run("document.querySelector('output').textContent")
             assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        browser.open(page, 1200)
+        then(browser)
         return browser.errors
