@@ -294,8 +294,7 @@ class Logs(LightningModule):
         self.losses: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
-        return out
+        return self.net(x)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.net(batch).float().square().mean() * (1 + 0.1 * self.global_step)

@@ -25,8 +25,7 @@ class Net(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        logits: Tensor = self.head(x) * self.scale
-        return logits
+        return self.head(x) * self.scale
 
 
 def net(seed: int = 0) -> Net:

@@ -135,8 +135,7 @@ class Browser:
         while (answer := self._read()).get("id") != self._count:
             self._hear(answer)
         assert "error" not in answer, (method, answer["error"])
-        result: dict[str, Any] = answer["result"]
-        return result
+        return answer["result"]
 
     def _hear(self, event: dict[str, Any]) -> None:
         method, told = event.get("method", ""), event.get("params", {})
@@ -154,8 +153,7 @@ class Browser:
                 raise RuntimeError(f"Chromium ended or is silent (exit status {self._process.poll()})")
             self._left += more
         first, _, self._left = self._left.partition(b"\0")
-        answer: dict[str, Any] = json.loads(first)
-        return answer
+        return json.loads(first)
 
 
 def click_through(page: Path, folder: Path, then: Callable[[Browser], object] = lambda browser: None) -> list[str]:

@@ -55,8 +55,7 @@ class Hit(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self._pass("training", batch_idx)
-        loss: Tensor = self.net(batch).square().mean()
-        return loss
+        return self.net(batch).square().mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self._pass("validation", batch_idx)

@@ -163,8 +163,7 @@ class SimulatedCuda(TorchDispatchMode):
 
     def current_stream(self, device: object = None) -> Stream:
         """The calling thread's."""
-        stream: Stream = getattr(self._here, "stream", self.default)
-        return stream
+        return getattr(self._here, "stream", self.default)
 
     def set_stream(self, stream: Stream) -> None:
         """Make it the calling thread's current stream."""

@@ -24,8 +24,7 @@ def _relayed(call: Callable[[str], None], module: str = "retime.inner") -> types
     inner = types.ModuleType(module)
     inner.__dict__["call"] = call
     exec(compile("def relay(text):\n    call(text)\n", f"{module}.py", "exec"), inner.__dict__)
-    relay: types.FunctionType = inner.relay
-    return relay
+    return inner.relay
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,7 @@ def loads(folder: str) -> None:
 
 def losses_of_batches(folder: str) -> list[float]:
     """Those that the other side noted beside the folder."""
-    expected: list[float] = torch.load(Path(folder).with_suffix(".losses"))
-    return expected
+    return torch.load(Path(folder).with_suffix(".losses"))
 
 
 def test_a_folder_of_two_ranks_is_one_of_a_plain_script(tmp_path: Path) -> None:

@@ -30,18 +30,15 @@ class Part:
 
     @property
     def scores(self) -> Tensor:
-        scores: Tensor = self.net["x"](self.x)
-        return scores
+        return self.net["x"](self.x)
 
     @property
     def states(self) -> Tensor:
-        states: Tensor = self.net["tokens"](self.tokens)
-        return states
+        return self.net["tokens"](self.tokens)
 
     @property
     def error(self) -> Tensor:
-        error: Tensor = (self.scores - self.wanted).square()
-        return error
+        return (self.scores - self.wanted).square()
 
 
 Step = Callable[[Part], Tensor]

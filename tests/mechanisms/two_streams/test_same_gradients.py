@@ -441,8 +441,7 @@ class Body(nn.Module):
         self.middle = middle
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.middle(self.inner, self.first(x)).relu())
-        return y
+        return self.last(self.middle(self.inner, self.first(x)).relu())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

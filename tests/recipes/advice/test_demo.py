@@ -121,8 +121,7 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fact_of(name: str, folder: Path) -> dict[str, Any]:
     (point,) = Demo().run(settings([name]), folder, Console(quiet=True)).points
-    fact: dict[str, Any] = point.facts[f"net: {name}"]
-    return fact
+    return point.facts[f"net: {name}"]
 
 
 @pytest.mark.usefixtures("_fake")
