@@ -254,7 +254,6 @@ def test_ctrl_c(folder: Path) -> None:
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job begins without
     ) as process:
-        assert process.stderr is not None
         said = ""
         while "fused_optimizer: " not in said:  # all other methods follow
             line = process.stderr.readline()

@@ -271,7 +271,6 @@ def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     fitted = outcome(module, fit)
     (tested,) = fit.test(module, loader(), verbose=False)
     predicted = fit.predict(module, loader())
-    assert predicted is not None
     return fitted | {"tested": tested, "predicted": torch.cat(predicted)}  # type: ignore[arg-type]
 
 

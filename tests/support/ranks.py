@@ -133,8 +133,6 @@ def run_cases(functions: Mapping[str, Callable[..., Any]], cases: Sequence[str])
 def _main(file: str, joined: str, *cases: str) -> None:
     """One rank of a test's file."""
     spec = spec_from_file_location(_MODULE, file)
-    assert spec is not None
-    assert spec.loader is not None
     sys.path[0] = str(Path(file).parent)
     sys.modules[_MODULE] = module = module_from_spec(spec)
     spec.loader.exec_module(module)

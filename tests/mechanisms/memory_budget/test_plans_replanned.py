@@ -69,7 +69,6 @@ def test_offloads_hold_only_live_plans() -> None:
     assert replan(step, model, torch.randn(SAMPLES, WIDTH)) == [1] * DEPTH
     report = step.report()
     assert sum(report.replanned.values()) == DEPTH - 1
-    assert report.offload is not None
     assert report.offload.passes == 4 * DEPTH, "counts of plans that went are kept"
     assert report.offload.bytes_in == report.offload.bytes_out > 0
     step.remove()

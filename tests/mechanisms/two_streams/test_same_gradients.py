@@ -58,7 +58,6 @@ class Trained:
 
     @property
     def report(self) -> TwoStreamReport:
-        assert self.two_streams is not None
         return self.two_streams.report()
 
 
@@ -512,7 +511,6 @@ def test_hooks_on_parameters_run_on_the_calling_thread_in_order() -> None:
             model = network()
             for name in ("5", "0"):
                 weight = model.get_submodule(name).weight
-                assert isinstance(weight, Tensor)
 
                 def note(gradient: Any, name: str = name) -> None:
                     total = gradient.grad if isinstance(gradient, nn.Parameter) else gradient

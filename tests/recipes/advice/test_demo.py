@@ -27,7 +27,6 @@ CASE = {"model": MLP, "data": DATA, "batch_size": 8, "optimizer": {"_target_": "
 
 def settings(methods: list[str], **more: Any) -> AdviceSettings:
     whole = settings_for("experiment=demo", "rounds=1", "steps=4")
-    assert isinstance(whole, AdviceSettings)
     return replace(whole, cases={"net": {**CASE, **more, "methods": methods}}, seconds=limit_s(60))
 
 

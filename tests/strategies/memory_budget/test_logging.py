@@ -209,7 +209,6 @@ class AlikeAtFirst(ShallowNet):
     def __init__(self, std: float) -> None:
         super().__init__()
         last = self.net[-1]
-        assert isinstance(last, nn.Linear)
         nn.init.normal_(last.weight, std=std)
         nn.init.zeros_(last.bias)
 

@@ -152,7 +152,6 @@ def test_what_moves_nothing_is_tried_out_without_hooks() -> None:
     memory = StepMemory(step, (SAMPLES,))
     choice = search_plan(step, 2**30, memory=memory)
     taken_ms = PlanTrial(step, HostMemory("cpu"), memory.plain, 2**30).step_ms(choice)
-    assert taken_ms is not None
     assert taken_ms > 0
 
 

@@ -315,7 +315,6 @@ def test_passes_are_left_alone_behind_the_last_storage_that_moves(
             for _ in range(7 if longer else 6):
                 value = value.tanh()
         value.sum().backward()
-        assert leaf.grad is not None
         return leaf.grad
 
     first = gradient()
