@@ -1,7 +1,5 @@
 """MemoryTimeline and the sampler below it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`retime advise`: what it concludes from times, what it prints and writes, and bad arguments; without processes."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """`retime advise` as a user runs it: its own processes, real models; hangs, Ctrl-C, and what is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

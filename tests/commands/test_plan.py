@@ -1,7 +1,5 @@
 """`retime plan`: what is printed, and the exit status."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

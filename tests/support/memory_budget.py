@@ -1,7 +1,5 @@
 """Models and fits for the tests of the memory budget: budgets are real, measured times are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace

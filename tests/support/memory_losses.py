@@ -1,7 +1,5 @@
 """Losses on which certificates are tried: ordinary ones, which must be split, and those that only look separable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

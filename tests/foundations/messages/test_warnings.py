@@ -1,7 +1,5 @@
 """Warnings stand at the user's line and come from the first rank; numbers of bytes and counts as people write them."""
 
-from __future__ import annotations
-
 import linecache
 import types
 import warnings

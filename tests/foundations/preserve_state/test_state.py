@@ -1,7 +1,5 @@
 """What modules hold is found wherever it is, and put back; what is none of the model's own state is left alone."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque

@@ -1,7 +1,5 @@
 """Objects that a ``transformers.Trainer`` is given, beside the plain Trainer: the same bits, habit by habit."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """TRL's SFTTrainer, which inherits from `transformers.Trainer`: weights, states and log as those of the plain one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Budgeted steps over DistributedDataParallel: what it holds beside a model; on two gloo ranks, loops of one's own."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections.abc import Callable

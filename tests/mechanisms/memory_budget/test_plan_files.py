@@ -1,7 +1,5 @@
 """Plans in files, plans that no clock has a part in, and plans of checkpoints, which are data from outside."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

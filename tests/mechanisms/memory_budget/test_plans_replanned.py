@@ -1,7 +1,5 @@
 """Plans that were replaced leave nothing behind: neither hooks' records nor space on the host."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

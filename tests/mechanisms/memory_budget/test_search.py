@@ -1,7 +1,5 @@
 """The floor, plans within a budget, and refusals below it: every chosen plan keeps its budget when it really runs."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref

@@ -1,7 +1,5 @@
 """Plans that are tried out: the measured time decides, and nothing of the model changes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

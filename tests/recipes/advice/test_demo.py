@@ -1,7 +1,5 @@
 """`make demo` in small: two processes in turns, whether weights are equal, and what is shown of made-up results."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """BatchNorm, epochs without a backward pass, and FuseOptimizer, under a memory budget."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

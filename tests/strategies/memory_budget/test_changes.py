@@ -1,7 +1,5 @@
 """Models that change while they train, or since a checkpoint: a plan is for the step that it was made for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

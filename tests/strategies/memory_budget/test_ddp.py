@@ -1,7 +1,5 @@
 """The memory budget on two gloo ranks: the same weights as DDP's, one reduction a step, one refusal for all ranks."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from functools import partial

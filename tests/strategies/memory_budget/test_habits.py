@@ -1,7 +1,5 @@
 """What steps whose batches run in parts log, count, return, draw and write: the whole batch's, or it is told."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

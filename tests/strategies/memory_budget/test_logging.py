@@ -1,7 +1,5 @@
 """What is logged under a memory budget equals what the plain strategy logs: numbers, metrics, values of some parts."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterable

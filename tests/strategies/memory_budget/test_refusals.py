@@ -1,7 +1,5 @@
 """What a memory budget refuses, and what it says then."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models that call torch.func cannot run under saved-tensor hooks: nothing is offloaded, everything else goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Saved storages leave and come back: same numbers, each storage once, nothing left behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

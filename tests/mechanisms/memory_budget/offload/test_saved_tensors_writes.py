@@ -1,7 +1,5 @@
 """Storages that something goes on writing into after autograd has saved a tensor on them: nothing changes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

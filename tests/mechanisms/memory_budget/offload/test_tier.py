@@ -1,7 +1,5 @@
 """Storages that are watched to their end: users notice nothing, and Ctrl-C is not lost."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import gc
