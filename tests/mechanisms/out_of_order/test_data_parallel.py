@@ -28,6 +28,7 @@ from retime.strategies.ooo_ddp import FIXED_BUCKET_MB
 from support.paths import PYTHONPATH, SUPPORT
 from support.ranks import RANK, SHARED, on_ranks, run_ranks, said_in
 from support.time_limits import limit_s
+from support.trainers import quiet_trainer
 from support.warm_start import run_program
 
 WIDTH = 160
@@ -391,8 +392,7 @@ def measured_peak_stays_below_the_bound() -> None:
 
 
 def trainer(**options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return Trainer(**quiet, devices=2, default_root_dir=SHARED, **options)
+    return quiet_trainer(devices=2, default_root_dir=SHARED, **options)
 
 
 @on_ranks(2, joined=False)
@@ -410,17 +410,17 @@ def test_k_is_kept_in_the_checkpoint() -> None:
     path = path.with_name(f"kept-{RANK}.ckpt")
     torch.save(kept, path)
     resumed = OOODataParallelStrategy(k="auto")
-    last = trainer(strategy=resumed, max_steps=72, max_epochs=-1, enable_checkpointing=False)
+    last = trainer(strategy=resumed, max_steps=72, max_epochs=-1)
     last.fit(Net(deep), sines(64), ckpt_path=path, weights_only=False)
     assert resumed.report().k == k
     assert not resumed.report().searched
     assert resumed.report().bucket_bytes == 3 * 2**20
-    plain = trainer(strategy="ddp", max_steps=68, max_epochs=-1, enable_checkpointing=False)
+    plain = trainer(strategy="ddp", max_steps=68, max_epochs=-1)
     plain.fit(Net(deep), sines(64), ckpt_path=path, weights_only=False)
     kept["retime_ooo_ddp"]["k"] = "all"
     torch.save(kept, path)
     tampered = OOODataParallelStrategy(k="auto", bucket_cap_mb=1)
-    anew = trainer(strategy=tampered, max_steps=72, max_epochs=-1, enable_checkpointing=False)
+    anew = trainer(strategy=tampered, max_steps=72, max_epochs=-1)
     with first_rank_warns("k of an earlier run has no effect, and k is searched for again: k is no whole"):
         anew.fit(Net(deep), sines(64), ckpt_path=path, weights_only=False)
 
@@ -430,7 +430,7 @@ def test_bucket_size_is_fixed_where_a_measurement_must_not_matter() -> None:
     sizes = []
     for options in ({"deterministic": True}, {}):
         strategy = OOODataParallelStrategy(k=0)
-        quick = trainer(strategy=strategy, max_steps=1, enable_checkpointing=False, **options)
+        quick = trainer(strategy=strategy, max_steps=1, **options)
         quick.fit(Net(nn.Linear(6, 6)), sines(64))
         sizes.append(strategy.report().bucket_bytes // 2**20)
         torch.use_deterministic_algorithms(False)
@@ -458,7 +458,7 @@ class Saves(ReverseFirstK):
 @on_ranks(2, joined=False)
 def test_callback_sets_k() -> None:
     deep = nn.Sequential(nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
-    one = trainer(strategy="ooo_ddp", max_epochs=2, callbacks=[ReverseFirstK(2)], enable_checkpointing=False)
+    one = trainer(strategy="ooo_ddp", max_epochs=2, callbacks=[ReverseFirstK(2)])
     one.fit(Net(deep), sines(64))
     assert one.strategy.report().k == 2  # type: ignore[attr-defined]
     assert one.callback_metrics["reverse_first_k"] == 2
@@ -552,7 +552,7 @@ def rank_dies_in_backward() -> None:
                 os._exit(9)
 
     strategy = OOODataParallelStrategy(k=1, timeout=timedelta(seconds=limit_s(15)))
-    trainer(strategy=strategy, max_epochs=2, enable_checkpointing=False).fit(Dies(), sines(64))
+    trainer(strategy=strategy, max_epochs=2).fit(Dies(), sines(64))
 
 
 @pytest.mark.long
