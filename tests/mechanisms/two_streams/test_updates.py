@@ -110,26 +110,22 @@ def test_deep_layers_on_two_threads() -> None:
     assert both(several, make=make).updates == 50 * (5 * STEPS - 1)
 
 
-def scheduled(
-    model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two_streams: TwoStreamBackward | None
-) -> None:
-    plain_step(model, optimizer, x, index, two_streams)
+def scheduled(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+    plain_step(model, optimizer, x, *rest)
     for group in optimizer.param_groups:
         group["lr"] *= 0.7
 
 
-def accumulated(
-    model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two_streams: TwoStreamBackward | None
-) -> None:
+def accumulated(model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two: TwoStreamBackward | None) -> None:
     """Windows of different lengths, so that all passes but the last are marked."""
     parts = x.chunk(1 + index % 3)
     for part in parts[:-1]:
-        if two_streams is None or two_streams.fusion is None:
+        if two is None or two.fusion is None:
             model(part).square().mean().backward()
         else:
-            with two_streams.fusion.accumulate():
+            with two.fusion.accumulate():
                 model(part).square().mean().backward()
-    plain_step(model, optimizer, parts[-1], index, two_streams)
+    plain_step(model, optimizer, parts[-1], index, two)
 
 
 def in_two_passes(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
