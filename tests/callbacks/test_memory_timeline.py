@@ -1,7 +1,5 @@
 """MemoryTimeline and the sampler below it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,7 @@ def test_sampler_refuses_to_start_twice() -> None:
 @pytest.mark.usefixtures("pool")  # as under a memory budget; the C library keeps holes that no tensor fills
 def test_prediction_is_near_the_measurement(tmp_path: Path) -> None:
     timeline = MemoryTimeline(dirpath=tmp_path)
-    fit(Net(width=512), data=loader(2, batch=4096), callbacks=[timeline])
+    fit(Net(width=128), data=loader(2, batch=16384), callbacks=[timeline])
     (step,) = timeline.steps
     assert step.step == 1
     numbers = step.metrics()

@@ -1,7 +1,5 @@
 """PeakMemory and the probe below it."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """StepTimeline: spans and keys are counted, durations only compared with one another."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

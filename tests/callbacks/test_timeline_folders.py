@@ -1,7 +1,5 @@
 """A timeline that could not be written is refused before training, and none is written before there is something."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`retime advise` as a user runs it: its own processes, real models; hangs, Ctrl-C, and what is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -163,7 +161,7 @@ def test_modules_as_lightning_takes_them(folder: Path, name: str) -> None:
 
 
 def test_layers_of_a_class_are_timed_alone(folder: Path) -> None:
-    with closing(Running(serve, request_of("Loads") | {"layers": True}, {}, 1, Limit(limit_s(60)))) as running:
+    with closing(Running(serve, request_of("Loads") | {"layers": True}, None, 1, Limit(limit_s(60)))) as running:
         assert [size for *_, size in running.first["layers"]] == [4 * 17 * 32, 0, 4 * 33 * 4]
 
 
@@ -254,7 +252,6 @@ def test_ctrl_c(folder: Path) -> None:
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job begins without
     ) as process:
-        assert process.stderr is not None
         said = ""
         while "fused_optimizer: " not in said:  # all other methods follow
             line = process.stderr.readline()

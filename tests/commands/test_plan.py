@@ -1,7 +1,5 @@
 """`retime plan`: what is printed, and the exit status."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -159,7 +157,6 @@ class Hooked(Batches):
     """As data modules put batches together on the device; they ask their trainer, and combine loaders."""
 
     def setup(self, stage: str) -> None:
-        assert self.trainer is not None
         assert self.trainer.datamodule is self
         assert isinstance(self.trainer.lightning_module, Net)
         self.batch_size //= self.trainer.world_size

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 BATCH = 4
 FEATURES = 6
@@ -26,6 +27,11 @@ def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, FEATURES))
+
+
+def sines(samples: int, batch_size: int = 2) -> DataLoader[Any]:
+    inputs = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(inputs, inputs.sin()), batch_size=batch_size)
 
 
 class Net(LightningModule):

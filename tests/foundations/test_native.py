@@ -1,7 +1,5 @@
 """Libraries are those of the wheel, or what was compiled into a folder of one's own; without, reasons are plain."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

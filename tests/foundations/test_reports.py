@@ -1,7 +1,5 @@
 """Every report has one shape. The classes are found in the tree, so that none is forgotten."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

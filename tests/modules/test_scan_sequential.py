@@ -177,9 +177,7 @@ def test_the_backward_pass_really_is_a_scan(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ReLUJacobian, "values", lambda self, inputs: inputs.new_zeros(self.pattern.entries, 1))
     ours = ScanSequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     ours(torch.ones(1, 3)).sum().backward()
-    assert ours[0].weight.grad is not None
     assert not ours[0].weight.grad.any()
-    assert ours[2].bias.grad is not None
     assert ours[2].bias.grad.all()
 
 

@@ -127,8 +127,7 @@ def test_a_copied_trainer_fits_by_itself(tmp_path: Path) -> None:
         twin = KeepsATwin.twin
         twin.fit_loop.max_epochs = 2
         twin.fit(Net())
-        module: Net = twin.lightning_module
-        return module
+        return twin.lightning_module
 
     plain, ours = twin_of(), twin_of(retime.FuseOptimizer("backward"))
     measured = twin_of(retime.PeakMemory(every_n_steps=1, log=False))  # in a batch that it measures

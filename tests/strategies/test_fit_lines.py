@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import retime
-from contract.models import Net
+from contract.models import Net, sines
 from support.ranks import SHARED, run_ranks, said_in
 from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
@@ -98,10 +98,9 @@ def fits_that_log() -> None:
     ours = Ours()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).addHandler(ours)
-    inputs = torch.randn(16, 6)
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sin()), batch_size=4)
     for name in ("fused_optimizer_ddp", "ooo_ddp", "cpu_accumulate_ddp", "memory_budget_ddp", "ooo_pipeline"):
-        quiet_trainer(strategy=name, devices=2, max_epochs=1, default_root_dir=SHARED).fit(Net(), data)
+        fit = quiet_trainer(strategy=name, devices=2, max_epochs=1, default_root_dir=SHARED)
+        fit.fit(Net(), sines(16, batch_size=4))
         for line in ours.lines[:1] + ours.lines[1:][-1:]:  # between them others tell of searches and plans
             print(line, flush=True)
         ours.lines.clear()

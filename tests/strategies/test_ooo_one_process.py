@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from contract.models import Net
+from contract.models import Net, sines
 from retime import NoEffectWarning, ReverseFirstK
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel
 from support.trainers import IGNORED_WARNINGS, quiet_trainer
@@ -19,11 +19,6 @@ from support.trainers import IGNORED_WARNINGS, quiet_trainer
 # k is the same number on all ranks
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:.*reverse_first_k.*sync_dist")]
 ALONE = "has no effect.*with one process there is no communication to hide"
-
-
-def data() -> Any:
-    inputs = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sin()), batch_size=2)
 
 
 def told(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -34,7 +29,7 @@ def fit(strategy: str, folder: Path, **options: Any) -> tuple[list[Tensor], Trai
     torch.manual_seed(0)
     module = Net()
     trainer = quiet_trainer(strategy=strategy, max_epochs=2, default_root_dir=folder, **options)
-    trainer.fit(module, data(), data())
+    trainer.fit(module, sines(12), sines(12))
     trainer.save_checkpoint(folder / f"{strategy}.ckpt")
     return [parameter.detach().clone() for parameter in module.parameters()], trainer
 
@@ -63,7 +58,7 @@ def test_in_a_bare_loop(tmp_path: Path) -> None:
         if retimed:
             with pytest.warns(NoEffectWarning, match=ALONE):
                 ooo = OutOfOrderDataParallel(model, optimizer, k=1)
-        for x, _ in data():
+        for x, _ in sines(12):
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

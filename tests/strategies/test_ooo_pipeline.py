@@ -28,12 +28,13 @@ NEAR = 1e-4
 
 
 @pytest.fixture(scope="module")
-def fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with both ranks' outcomes of all fits."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder with both ranks' outcomes of all fits, and what they printed of counts, which come first."""
     folder = tmp_path_factory.mktemp("fits")
-    for rank in run_ranks(2, __file__, *(cases := [f"fits_on_ranks|{name}|{folder}" for name in FITS]), joined=False):
-        said_in(rank, cases[-1])
-    return folder
+    cases = [f"counts|{folder}", *(f"fits_on_ranks|{name}|{folder}" for name in FITS)]
+    ranks = run_ranks(2, __file__, *cases, timeout_s=280, joined=False)
+    said = [[said_in(rank, case) for case in cases] for rank in ranks]
+    return folder, [first for first, *_ in said]
 
 
 def fits_on_ranks(name: str, folder: str) -> None:
@@ -43,12 +44,12 @@ def fits_on_ranks(name: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_equals_one_device(name: str, fits: Path, tmp_path: Path) -> None:
+def test_equals_one_device(name: str, ran: tuple[Path, list[str]], tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = FITS[name]("auto", tmp_path, 1)
     for rank in (0, 1):
-        saved = torch.load(fits / f"{name}.{rank}.pt", weights_only=False)
+        saved = torch.load(ran[0] / f"{name}.{rank}.pt", weights_only=False)
         assert saved["steps"] == expected["steps"]
         assert saved["metrics"].keys() == expected["metrics"].keys()
         for key, value in expected["metrics"].items():
@@ -77,11 +78,6 @@ def test_one_process_trains_as_ever(tmp_path: Path) -> None:
         fit.fit(module, loader(), loader())
     assert fit.global_step == 2
     assert "no step yet" in str(fit.strategy.report())
-
-
-def test_an_unknown_schedule() -> None:
-    with pytest.raises(ValueError, match=r"schedule='2f2b' is unknown: choose from ooo2,"):
-        OOOPipelineStrategy(schedule="2f2b")
 
 
 class Manual(Classifier):
@@ -224,16 +220,9 @@ TOLD = {
 """Of what `Perplexity` logs."""
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    folder = tmp_path_factory.mktemp("counted")
-    done = run_ranks(2, __file__, case := f"counts|{folder}", timeout_s=100, joined=False)
-    return folder / "drawn", [json.loads(said_in(rank, case).splitlines()[-1]) for rank in done]
-
-
-def test_numbers_that_micro_batches_change_are_named(counted: tuple[Path, list[Any]], tmp_path: Path) -> None:
+def test_numbers_that_micro_batches_change_are_named(ran: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Once, by the first rank, although in the first batch all micro-batches are alike; all others are as they were."""
-    drawn, (first, last) = counted
+    drawn, (first, last) = ran[0] / "drawn", (json.loads(one.splitlines()[-1]) for one in ran[1])
     assert last["said"] == {"counting": [], "perplexity": []}
     spread, recent, mean = first["said"]["counting"]
     assert mean.startswith("MeanMetric 'recent' takes a value from each micro-batch")
@@ -273,8 +262,8 @@ def test_numbers_that_micro_batches_change_are_named(counted: tuple[Path, list[A
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
-def test_a_page_of_a_pipeline_can_be_clicked_through(counted: tuple[Path, list[Any]], tmp_path: Path) -> None:
-    assert click_through(counted[0] / "2.html", tmp_path / "browser") == []
+def test_a_page_of_a_pipeline_can_be_clicked_through(ran: tuple[Path, list[str]], tmp_path: Path) -> None:
+    assert click_through(ran[0] / "drawn" / "2.html", tmp_path / "browser") == []
 
 
 def test_timelines_count_the_batches_of_all_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

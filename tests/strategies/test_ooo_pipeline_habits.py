@@ -235,8 +235,7 @@ class _Unpacks(nn.Module):
         self.linear = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, packed: Any) -> Tensor:
-        logits: Tensor = self.linear(packed.data)
-        return logits
+        return self.linear(packed.data)
 
 
 HABITS: dict[str, Callable[[], Classifier]] = {one.__name__.lower(): one for one in Classifier.__subclasses__()} | {

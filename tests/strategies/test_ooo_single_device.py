@@ -83,7 +83,6 @@ def test_a_fit_and_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(plain, module)
     assert_nothing_is_left(module)
     report = strategy.report()
-    assert report is not None
     assert report.layers == LAYERS
     assert report.sub_stream + report.main_stream == LAYERS * (STEPS - 1)
     assert report.held_bytes <= 1024
@@ -121,7 +120,6 @@ def test_nothing_is_left_behind_a_fit_that_fails(fuse_updates: bool) -> None:
     assert_nothing_is_left(module)
     assert not any(parameter._backward_hooks for parameter in module.parameters())
     report = strategy.report()
-    assert report is not None
     assert report.sub_stream + report.main_stream == LAYERS * 2
 
 
@@ -167,9 +165,7 @@ def test_updates_behind_weight_gradients(name: str) -> None:
     assert_same(plain, module)
     assert_nothing_is_left(module)
     report = strategy.report()
-    assert report is not None
     assert report.updates == updates
-    assert report.fusion is not None
     assert report.fusion.fused_updates > updates  # the recurrent layer's too
     assert report.fusion.plain_steps == {}
 
@@ -198,10 +194,8 @@ def test_steps_that_need_all_gradients_update_behind_them(
         module, _ = fit(strategy, *callbacks, **options)
     assert_same(plain, module)
     report = strategy.report()
-    assert report is not None
     assert report.sub_stream + report.main_stream == LAYERS * (STEPS - 1)
     assert report.updates == 0
-    assert report.fusion is not None
     assert list(report.fusion.plain_steps.values()) == [STEPS]
 
 
@@ -294,8 +288,7 @@ class Logs(LightningModule):
         self.losses: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
-        return out
+        return self.net(x)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.net(batch).float().square().mean() * (1 + 0.1 * self.global_step)
@@ -349,8 +342,6 @@ def test_a_fit_with_cuda_graphs_has_plain_bits_and_logs(order: str, options: dic
     assert all(torch.equal(one, module.state_dict()[name]) for name, one in plain.state_dict().items())
     assert not any("forward" in vars(part) for part in module.modules())
     report = strategy.report()
-    assert report is not None
-    assert report.graph is not None
     assert report.graph.parts == 1
     assert report.graph.replays == 2 * STEPS - 2
     assert list(report.graph.issued.values()) == [2]

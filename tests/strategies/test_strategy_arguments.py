@@ -123,6 +123,8 @@ WRONG: list[Wrong] = [  # of each kind; tests/test_public_arguments.py tries all
     (OOO, {"bucket_cap_mb": math.nan}, r"\(bucket_cap_mb=nan\): give a number above 0"),
     (OOO, {"start_method": "thread"}, r"\(start_method='thread'\): give 'popen' or 'spawn'"),
     (OOO, {"ddp_comm_hook": print}, r"communication hook itself"),
+    (retime.FusedOptimizerStrategy, {"mode": "forward", "side_stream": True}, "side_stream"),
+    (retime.OOOPipelineStrategy, {"schedule": "2f2b"}, r"schedule='2f2b' is unknown: choose from ooo2,"),
 ]
 
 

@@ -9,6 +9,7 @@ import select
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,7 @@ class Browser:
         while (answer := self._read()).get("id") != self._count:
             self._hear(answer)
         assert "error" not in answer, (method, answer["error"])
-        result: dict[str, Any] = answer["result"]
-        return result
+        return answer["result"]
 
     def _hear(self, event: dict[str, Any]) -> None:
         method, told = event.get("method", ""), event.get("params", {})
@@ -153,12 +153,14 @@ class Browser:
                 raise RuntimeError(f"Chromium ended or is silent (exit status {self._process.poll()})")
             self._left += more
         first, _, self._left = self._left.partition(b"\0")
-        answer: dict[str, Any] = json.loads(first)
-        return answer
+        return json.loads(first)
 
 
-def click_through(page: Path, folder: Path) -> list[str]:
-    """Open a timeline's page on a laptop and a telephone, zoom, choose a task, and change the theme.
+def click_through(page: Path, folder: Path, then: Callable[[Browser], object] = lambda browser: None) -> list[str]:
+    """Open a timeline's page on a laptop and a telephone, zoom, choose a task, and change the theme; then more.
+
+    Args:
+        then: what else is done with the page, on a laptop again.
 
     Returns:
         What the browser complained of.
@@ -170,4 +172,6 @@ def click_through(page: Path, folder: Path) -> list[str]:
                 browser.click(selector)
             assert " ms, from " in browser.run("document.querySelector('output').textContent")
             assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        browser.open(page, 1200)
+        then(browser)
         return browser.errors

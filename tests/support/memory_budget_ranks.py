@@ -1,7 +1,5 @@
 """What tests of the memory budget on two ranks share."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

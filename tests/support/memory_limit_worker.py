@@ -37,8 +37,8 @@ def network(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         return nn.Sequential(*layers, *head), torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
     layers = []
     for _ in range(12):
-        layers += [nn.Linear(256, 256), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(256, 10)), torch.randn(4096, 256), torch.randint(0, 10, (4096,))
+        layers += [nn.Linear(64, 64), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(64, 10)), torch.randn(16384, 64), torch.randint(0, 10, (16384,))
 
 
 def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

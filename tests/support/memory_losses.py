@@ -1,7 +1,5 @@
 """Losses on which certificates are tried: ordinary ones, which must be split, and those that only look separable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +14,10 @@ Loss = Callable[["Learner", dict[str, Tensor]], Tensor]
 class Learner(nn.Module):
     """Two ways through, and what a training run may change from batch to batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: int = FEATURES) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
-        self.head = nn.Linear(FEATURES, CLASSES)
+        self.one, self.two = nn.Linear(features, features), nn.Linear(features, features)
+        self.head = nn.Linear(features, CLASSES)
         self.register_buffer("class_weights", torch.ones(CLASSES))
         self.plain_weights = torch.ones(CLASSES)
         self.share, self.least = 0.0, 0.5

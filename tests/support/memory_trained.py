@@ -1,7 +1,5 @@
 """Trains a small step plainly and under a budget that splits each batch as far as its certificate lets it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,7 +32,7 @@ class Trained:
     def __init__(self, weights: Tensor, split: bool = False, reason: str = "") -> None:
         self.weights, self.split, self.reason = weights, split, reason
 
-    def differs_from(self, other: Trained) -> float:
+    def differs_from(self, other: "Trained") -> float:
         """The largest relative difference of weights."""
         return float(((self.weights - other.weights).abs() / (1e-3 + other.weights.abs())).max())
 

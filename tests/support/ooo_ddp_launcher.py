@@ -2,12 +2,11 @@
 
 import sys
 
-import torch
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 import retime  # noqa: F401  (registers the names)
-from contract.models import Net
+from contract.models import Net, sines
 from support.trainers import quiet_trainer
 
 
@@ -19,12 +18,10 @@ class Tell(Callback):
 
 
 def main() -> None:
-    inputs = torch.randn(32, 6)
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sin()), batch_size=2)
     wide = nn.Sequential(nn.Linear(6, 160), nn.Linear(160, 160), nn.Linear(160, 160), nn.Linear(160, 6))
     options = {"devices": 2, "max_epochs": 1, "default_root_dir": sys.argv[2], "callbacks": [Tell()]}
     trainer = quiet_trainer(strategy=f"ooo_ddp_{sys.argv[1]}", **options)
-    trainer.fit(Net(wide), data)
+    trainer.fit(Net(wide), sines(32))
     print(f"brought home: {trainer.strategy.report().steps} steps", flush=True)  # type: ignore[attr-defined]
 
 

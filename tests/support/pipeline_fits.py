@@ -57,8 +57,7 @@ class Classifier(LightningModule):
         self.log("test_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits: Tensor = self.net(batch[0])
-        return logits
+        return self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.2, momentum=0.9, weight_decay=0.01)
@@ -75,8 +74,7 @@ class Unlisted(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = torch.tanh(self.norm(self.first(inputs)))
-        logits: Tensor = self.out(torch.relu(self.second(x)))
-        return logits
+        return self.out(torch.relu(self.second(x)))
 
 
 class LanguageModel(LightningModule):
@@ -273,7 +271,6 @@ def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     fitted = outcome(module, fit)
     (tested,) = fit.test(module, loader(), verbose=False)
     predicted = fit.predict(module, loader())
-    assert predicted is not None
     return fitted | {"tested": tested, "predicted": torch.cat(predicted)}  # type: ignore[arg-type]
 
 

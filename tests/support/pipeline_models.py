@@ -27,8 +27,7 @@ class Residual(nn.Module):
         weight, x = torch.sigmoid(self.gate(first)), first
         for block in self.blocks:
             x = torch.tanh(block(x, weight))
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class Tied(nn.Module):
@@ -46,8 +45,7 @@ class Tied(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class Between(nn.Module):
@@ -60,8 +58,7 @@ class Between(nn.Module):
         self.head = nn.Linear(WIDTH, 11)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.through(self.embed(tokens)))
-        return logits
+        return self.head(self.through(self.embed(tokens)))
 
     def through(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -158,8 +155,7 @@ class Attributes(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.twice(self.body(self.act(self.embed(tokens))))
-        logits: Tensor = self.last(self.act(self.twice(x)))
-        return logits
+        return self.last(self.act(self.twice(x)))
 
 
 class Body(nn.Module):
@@ -187,8 +183,7 @@ class Checkpointed(Between):
     def through(self, x: Tensor) -> Tensor:
         for block in self.blocks[:-1]:
             x = x + torch.tanh(checkpoint(block, x, use_reentrant=self.reentrant))
-        last: Tensor = self.blocks[-1](x[:, None].flatten(1))  # given a view
-        return last
+        return self.blocks[-1](x[:, None].flatten(1))  # given a view
 
 
 class _CheckpointsItself(nn.Linear):
@@ -249,8 +244,7 @@ class UNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         down = torch.relu(self.down(x))
         deep = torch.relu(self.deep(torch.relu(self.middle(down))))
-        logits: Tensor = self.up(torch.cat([deep, down], -1))
-        return logits
+        return self.up(torch.cat([deep, down], -1))
 
 
 def sequential(layers: int = 8) -> Made:

@@ -1,7 +1,5 @@
 """Steps whose memory is traced: convolutions, a recurrent network, and tied weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy

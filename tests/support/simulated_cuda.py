@@ -29,8 +29,6 @@ subclasses, whose operations run at once and are not checked. ``torch.cuda.is_av
 nothing looks for a real device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -69,7 +67,7 @@ KERNEL_MS = 1.0
 
 
 @contextlib.contextmanager
-def simulated_cuda(order: str = "late") -> Iterator[SimulatedCuda]:
+def simulated_cuda(order: str = "late") -> Iterator["SimulatedCuda"]:
     """Let CPU tensors lie on a device with streams, for this thread and those that choose a stream."""
     device = SimulatedCuda(order)
     with contextlib.ExitStack() as patches:
@@ -163,8 +161,7 @@ class SimulatedCuda(TorchDispatchMode):
 
     def current_stream(self, device: object = None) -> Stream:
         """The calling thread's."""
-        stream: Stream = getattr(self._here, "stream", self.default)
-        return stream
+        return getattr(self._here, "stream", self.default)
 
     def set_stream(self, stream: Stream) -> None:
         """Make it the calling thread's current stream."""
@@ -204,7 +201,7 @@ class SimulatedCuda(TorchDispatchMode):
 
     # ---- running kernels
 
-    def __enter__(self) -> SimulatedCuda:
+    def __enter__(self) -> "SimulatedCuda":
         self._here.depth = getattr(self._here, "depth", 0) + 1
         super().__enter__()
         return self

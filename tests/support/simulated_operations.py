@@ -1,7 +1,5 @@
 """What operations of torch's dispatcher do with memory, for the simulation of CUDA (``simulated_cuda.py``)."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import sys
@@ -40,8 +38,8 @@ class Block:
     home: Any
     pinned: bool = False
     storage: weakref.ref[torch.UntypedStorage] | None = None
-    used_by: dict[Any, Kernel] = field(default_factory=dict)
-    written_by: dict[Any, Kernel] = field(default_factory=dict)
+    used_by: dict[Any, "Kernel"] = field(default_factory=dict)
+    written_by: dict[Any, "Kernel"] = field(default_factory=dict)
     recorded: set[Any] = field(default_factory=set)
     pending: int = 0
     kept: bytearray | None = None
@@ -55,7 +53,7 @@ class Block:
         if self.kept is not None:
             self.kept[:] = b"\xff" * self.nbytes
 
-    def view(self, like: Form) -> Tensor:
+    def view(self, like: "Form") -> Tensor:
         """A tensor on the memory that holds nothing, as a kernel has a pointer."""
         memory = self.kept if self.kept is not None else (ctypes.c_char * self.nbytes).from_address(self.address)
         whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()

@@ -65,8 +65,7 @@ def rooms(folders: tuple[str, ...] = PRODUCT) -> dict[str, Lines]:
 
 def budget() -> dict[str, int]:
     """Read the numbers of lines that a reviewed change alone raises, from pyproject.toml."""
-    limits: dict[str, int] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["retime"]["lines"]
-    return limits
+    return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["retime"]["lines"]
 
 
 def main() -> None:

@@ -67,8 +67,7 @@ class Net(LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         if self.recurrent is not None:
             x = self.recurrent(x.unsqueeze(1).expand(-1, 20, -1))[0][:, -1]
-        out: Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         out = self(batch[0])

@@ -1,7 +1,5 @@
 """Small trainers of transformers, models from configurations alone, and what a training leaves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +73,7 @@ def trainer(folder: Path, model: str = "gpt2", cls: type[Trainer] = Trainer, **o
     return cls(args=TrainingArguments(output_dir=str(folder), **QUIET | options), train_dataset=data(7 * batch), **own)
 
 
-def fit(one: Trainer, **options: Any) -> Left:
+def fit(one: Trainer, **options: Any) -> "Left":
     """Train from one state of the random generators; returns what is left."""
     set_seed(5)
     one.train(**options)

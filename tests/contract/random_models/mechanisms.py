@@ -119,7 +119,6 @@ class Updates(Backward):
         self._two_streams = TwoStreamBackward(
             model, optimizer=optimizer, threads=(threads, threads), max_memory=(None, 1, 10_000)[spec.seed % 3]
         )
-        assert self._two_streams.fusion is not None
         self._fusion = self._two_streams.fusion
         self._fusion.clip_value = CLIP_VALUE if spec.training.clip == "value" else None
 

@@ -1,7 +1,5 @@
 """Freed memory while batches run under a budget: kept for the next tensors, as much as the plans have room for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace

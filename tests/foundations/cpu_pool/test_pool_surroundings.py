@@ -1,7 +1,5 @@
 """The pool beside other allocators, whose blocks outlive it, the kernel's limits, loading workers, a long life."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -169,7 +169,6 @@ class Recording:
         self.forms.add((values.dtype, values.device.type, values.dim(), values.is_contiguous()))
         copy = values.clone()
         work = dist.all_reduce(copy, group=self.group, async_op=True)
-        assert work is not None
 
         def arrive(done: torch.futures.Future[Any]) -> Tensor:
             done.value()

@@ -1,7 +1,5 @@
 """The stop-watch below StepTimeline, the probe below PeakMemory, what they refuse, and times of layers."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Warnings stand at the user's line and come from the first rank; numbers of bytes and counts as people write them."""
 
-from __future__ import annotations
-
 import linecache
 import types
 import warnings
@@ -24,8 +22,7 @@ def _relayed(call: Callable[[str], None], module: str = "retime.inner") -> types
     inner = types.ModuleType(module)
     inner.__dict__["call"] = call
     exec(compile("def relay(text):\n    call(text)\n", f"{module}.py", "exec"), inner.__dict__)
-    relay: types.FunctionType = inner.relay
-    return relay
+    return inner.relay
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Plain tensors that a step reads, however it reaches them: dry runs follow it, nothing replaces or changes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """A tensor of a dry run that a step has left outside of its model does not get into training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step reaches without asking its model - globals, closures, default arguments - is not changed by planning."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

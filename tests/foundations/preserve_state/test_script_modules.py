@@ -1,7 +1,5 @@
 """TorchScript modules keep their tensors where no stand-ins can be put: they are planned for, and never split."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

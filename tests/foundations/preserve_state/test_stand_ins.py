@@ -1,7 +1,5 @@
 """Runs on stand-ins change nothing, however a step reaches what the model holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

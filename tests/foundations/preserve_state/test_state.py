@@ -1,10 +1,8 @@
 """What modules hold is found wherever it is, and put back; what is none of the model's own state is left alone."""
 
-from __future__ import annotations
-
 import random
 import threading
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -103,6 +101,18 @@ def changed_deep(stats: Stats) -> None:
 
 
 CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (lambda: [1], lambda kept: kept.append(2)),
+    "dict in a dict": (
+        lambda: {"by name": {"loss": []}},
+        lambda kept: (kept["by name"]["loss"].append(1), kept["by name"].update(new=[])),
+    ),
+    "list in a tuple": (lambda: ([1], {"a": [2]}), lambda kept: kept[1]["a"].clear()),
+    "set in a list": (lambda: [{1, 2}], lambda kept: kept[0].discard(2)),
+    "deque": (lambda: deque([1, 2], maxlen=2), lambda kept: kept.append(3)),
+    "list in a deque": (lambda: deque([[1]]), lambda kept: kept[0].append(3)),
+    "counter": (lambda: Counter(a=2), lambda kept: kept.update(a=3)),
+    "default": (lambda: defaultdict(list, a=[1]), lambda kept: (kept["a"].append(2), kept["b"].append(3))),
+    "ordered": (lambda: OrderedDict(a=[1], b=2), lambda kept: (kept["a"].append(2), kept.move_to_end("a"))),
     "attribute of an object": (Stats, counted),
     "containers of an object": (Stats, changed_deep),
     "slot": (Slotted, counted),
@@ -157,8 +167,25 @@ def test_what_a_step_changes_comes_back(kind: str) -> None:
     with preserve_state(module):
         change(kept)
         assert state_of(kept) != before
+        module[0].kept = None
     assert module[0].kept is kept
     assert state_of(kept) == before
+
+
+def test_containers_that_hold_themselves() -> None:
+    module = torch.nn.Linear(1, 1)
+    module.kept = [1]
+    module.kept.append(module.kept)
+    with preserve_state(module):
+        module.kept.append(2)
+    assert len(module.kept) == 2
+
+
+def test_buffers_that_a_step_adds() -> None:
+    module = torch.nn.Linear(1, 1)
+    with preserve_state(module):
+        module.register_buffer("mean", torch.zeros(1))
+    assert not hasattr(module, "mean")
 
 
 class Fetcher:

@@ -182,7 +182,6 @@ def test_clipping_what_is_not_fused() -> None:
     other(torch.ones(2)).sum().backward()
     fusion = FusedOptimizer(accelerator, model, optimizer)
     assert accelerator.clip_grad_norm_(iter(other.parameters()), 1.0) > 1
-    assert other.bias.grad is not None
     assert other.bias.grad[0] < 1
     fusion.remove()
 

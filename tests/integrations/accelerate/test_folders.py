@@ -102,8 +102,7 @@ class Loop:
                 self.optimizer.zero_grad()
 
     def _loss(self, batch: Tensor) -> Tensor:
-        loss: Tensor = self.model(batch).square().mean()
-        return loss
+        return self.model(batch).square().mean()
 
     def save(self, folder: Path) -> None:
         self.accelerator.save_state(str(folder))

@@ -1,7 +1,5 @@
 """MemoryBudget for Accelerate: the same weights as the plain loop's, within a budget."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

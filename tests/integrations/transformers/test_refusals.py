@@ -1,7 +1,5 @@
 """What a trainer's objects refuse by name, before the first step and with nothing left behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

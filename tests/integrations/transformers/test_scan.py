@@ -1,7 +1,5 @@
 """`convert` on the model of a ``transformers.Trainer``: no object is needed, as parameters stay what they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Objects that a ``transformers.Trainer`` is given, beside the plain Trainer: the same bits, habit by habit."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator
@@ -472,5 +470,4 @@ def test_optimizers_that_update_as_other_libraries_do(
         report = FusedOptimizer(one, mode).report if fused else None
         left.append(fit(one))
     assert_same(*left, norms=mode == "forward")
-    assert report is not None
     assert report().fused_updates > 0

@@ -1,8 +1,6 @@
 """TRL's SFTTrainer, which inherits from `transformers.Trainer`: weights, states and log as those of the plain one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 pytest.importorskip("trl", reason="trl is not installed: pip install trl")
 pytest.importorskip("transformers", reason="needs the extra lightning-retime[transformers]")
 import trl
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -24,14 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the log has no grad_norm"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of transformers about what TRL asks it
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -170,7 +170,6 @@ def test_optimizers() -> None:
         parts = over_ranks(held(ours.optimizer))
         assert sum(parts) == whole, name
         assert max(parts) < whole, name
-        assert ours.update is not None
         report = ours.update.report()
         assert (report.steps, report.state_bytes, report.whole_state_bytes) == (4, held(ours.optimizer), whole)
         assert sum(over_ranks(report.updated_bytes)) == report.parameter_bytes
@@ -194,7 +193,6 @@ def test_two_machines() -> None:
     assert_same(ours, theirs)
     parts = over_ranks(held(ours.optimizer))
     assert parts[0] + parts[2] == parts[1] + parts[3] == held(theirs.optimizer)
-    assert ours.update is not None
     state = ours.update.state_dict()
     if RANK == 0:
         assert_same_state(state, theirs.optimizer.state_dict())
@@ -204,7 +202,6 @@ def test_two_machines() -> None:
 @on_ranks(2)
 def test_states_are_whole_and_come_back() -> None:
     ours, theirs = pair(adamw, 2)
-    assert ours.update is not None
     state = ours.update.state_dict()
     if RANK == 0:
         assert_same_state(state, theirs.optimizer.state_dict())
@@ -385,7 +382,6 @@ def test_optimizers_that_stay_whole() -> None:
             else nullcontext(),
         ):
             ours = Run(make, divided=True)
-        assert ours.update is not None
         assert not ours.update.active
         if make is not cases[1][0]:
             ours.train(1)

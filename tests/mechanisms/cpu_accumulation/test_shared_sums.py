@@ -1,7 +1,5 @@
 """Sums in shared memory: the ranks are threads of one process here, each with a mapping of its own."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """Real processes under a limit of data bytes: a plain step dies where an offloading one lives, with equal gradients."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """Budgeted steps over DistributedDataParallel: what it holds beside a model; on two gloo ranks, loops of one's own."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections.abc import Callable
@@ -78,10 +76,7 @@ def test_gradients_are_summed_in_host_memory() -> None:
 
 
 def assert_same_gradients(one: nn.Module, two: nn.Module) -> None:
-    for left, right in zip(one.parameters(), two.parameters(), strict=True):
-        assert left.grad is not None
-        assert right.grad is not None
-        assert torch.equal(left.grad, right.grad)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
 @on_two_ranks

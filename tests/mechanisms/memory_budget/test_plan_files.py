@@ -1,7 +1,5 @@
 """Plans in files, plans that no clock has a part in, and plans of checkpoints, which are data from outside."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -37,6 +35,7 @@ from support.memory_budget import (
     assert_close,
     fit,
     loader,
+    model_of,
     report_of,
     use_costs,
 )
@@ -189,17 +188,9 @@ PLANS = [
 ]
 
 
-def model_of() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(3):
-        layers += [nn.Linear(FEATURES, FEATURES), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(FEATURES, 1))
-
-
 def resumed(state: Any, budget: int = SMALL) -> tuple[list[torch.Tensor], dict[str, Any], BudgetedStep]:
     """A step of a run that takes up ``state``; its gradients, its own state, and what ran it."""
-    model = model_of()
+    model = model_of(depth=3)
     batch = torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(1))
     step = BudgetedStep(model, [torch.optim.SGD(model.parameters())], budget, HostMemory("cpu"))
     step.load_state_dict(state)

@@ -1,7 +1,5 @@
 """What a planner says while it plans, and what its refusals advise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What examines a step, dry runs and probes, is over before the first step, and later has room made for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

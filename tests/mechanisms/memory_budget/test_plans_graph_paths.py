@@ -1,7 +1,5 @@
 """While training goes on sub-batches compute something else than what was examined, or samples become larger."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a process may use of a CPU's memory, and budgets in percent of that."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from types import SimpleNamespace

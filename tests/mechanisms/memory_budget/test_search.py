@@ -1,7 +1,5 @@
 """The floor, plans within a budget, and refusals below it: every chosen plan keeps its budget when it really runs."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref
@@ -27,7 +25,6 @@ from support.profiled_steps import MODELS, SAMPLES, step_of
 def test_budgets_down_to_the_floor_are_kept(name: str, only_batch: bool) -> None:
     step = step_of(name)
     memory = StepMemory(step, (SAMPLES,) if only_batch else part_sizes(SAMPLES, 2))
-    assert memory.plain is not None
     floor, peak = memory.floor.bytes, memory.plain.peak_bytes
     for budget in (peak, peak - 1, (floor + peak) // 2, floor):
         choice = search_plan(step, budget, memory=memory)
@@ -83,7 +80,6 @@ def test_costs_decide_between_sub_batches_and_copies() -> None:
 def test_scratch_counts_against_the_budget() -> None:
     step = step_of("convolutions")
     plain = StepMemory(step, (SAMPLES,)).plain
-    assert plain is not None
     at_peak = plain.trace.operations[plain.trace.peak_at].kind
     costs = StepCosts(operations={at_peak: Size(0, 1000)}, scratch_bytes=7)
     memory = StepMemory(step, (SAMPLES,), costs)

@@ -1,7 +1,5 @@
 """What the pool may keep does not count tensors that are too small for it, which the C library's heap holds beside."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Arguments of bare-loop objects for a byte budget: sizes as texts, and what cannot be meant is named at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

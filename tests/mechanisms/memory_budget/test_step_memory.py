@@ -1,7 +1,5 @@
 """What a refusal advises and blames, its floor, one number for all budgets, and first steps without a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

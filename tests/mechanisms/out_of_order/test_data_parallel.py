@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from contract.models import Net
+from contract.models import Net, sines
 from retime.callbacks import FuseOptimizer, ReverseFirstK
 from retime.foundations.ddp.reductions import SIZES_MB, bucket_mb, measured_seconds_per_mb
 from retime.foundations.measure import forget_peak, peak_so_far
@@ -29,6 +29,7 @@ from retime.strategies.ooo_ddp import FIXED_BUCKET_MB
 from support.paths import PYTHONPATH, SUPPORT
 from support.ranks import RANK, SHARED, on_ranks, run_ranks, said_in
 from support.time_limits import limit_s
+from support.trainers import quiet_trainer
 from support.warm_start import run_program
 
 WIDTH = 160
@@ -55,7 +56,7 @@ def loop(
     clip: bool = False,
     micro_batches: int = 1,
     make: Any = None,
-    steps: int = 7,
+    steps: int = 5,
     **options: Any,
 ) -> tuple[list[Tensor], OutOfOrderReport | None]:
     """Weights, gradients and losses of a few steps; `k` None is plain DistributedDataParallel."""
@@ -102,7 +103,6 @@ def test_same_bits() -> None:
         for k in (0, 2, 5):
             ours, report = loop(k, **case)
             assert_same(plain, ours)
-            assert report is not None
             assert report.k == k
             assert report.blocks == 5
             assert report.fused_updates
@@ -193,7 +193,6 @@ def test_search() -> None:
     plain, _ = loop(None, steps=60)
     ours, report = loop("auto", steps=60)
     assert_same(plain, ours)
-    assert report is not None
     assert sorted(report.searched) == [0, 1, 2, 3, 4]
     assert 10 < report.search_steps <= 60
     agreed = torch.tensor([report.k])
@@ -412,26 +411,17 @@ def measured_peak_stays_below_the_bound() -> None:
 
 
 def trainer(**options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return Trainer(**quiet, devices=2, default_root_dir=SHARED, **options)
-
-
-def data() -> Any:
-    inputs = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sin()), batch_size=2)
+    return quiet_trainer(devices=2, default_root_dir=SHARED, **options)
 
 
 @on_ranks(2, joined=False)
 def test_k_is_kept_in_the_checkpoint() -> None:
     deep = nn.Sequential(nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
-    first = OOODataParallelStrategy(k="auto")
-    one = trainer(strategy=first, max_steps=60, max_epochs=-1, enable_checkpointing=False)
-    one.fit(Net(deep), data())
-    assert len(first.report().searched) == first.report().blocks
     again = OOODataParallelStrategy(k="auto")
     path = SHARED / "kept.ckpt"
     seeing = trainer(strategy=again, max_steps=70, max_epochs=-1, callbacks=[Saves(path)])
-    seeing.fit(Net(deep), data())
+    seeing.fit(Net(deep), sines(64))
+    assert len(again.report().searched) == again.report().blocks
     k = again.report().k
     kept = torch.load(path, weights_only=False)
     assert kept["retime_ooo_ddp"]["bucket_cap_mb"] in SIZES_MB  # chosen by measurement, as nobody gave one
@@ -439,19 +429,19 @@ def test_k_is_kept_in_the_checkpoint() -> None:
     path = path.with_name(f"kept-{RANK}.ckpt")
     torch.save(kept, path)
     resumed = OOODataParallelStrategy(k="auto")
-    last = trainer(strategy=resumed, max_steps=90, max_epochs=-1, enable_checkpointing=False)
-    last.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
+    last = trainer(strategy=resumed, max_steps=72, max_epochs=-1)
+    last.fit(Net(deep), sines(64), ckpt_path=path, weights_only=False)
     assert resumed.report().k == k
     assert not resumed.report().searched
     assert resumed.report().bucket_bytes == 3 * 2**20
-    plain = trainer(strategy="ddp", max_steps=95, max_epochs=-1, enable_checkpointing=False)
-    plain.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
+    plain = trainer(strategy="ddp", max_steps=68, max_epochs=-1)
+    plain.fit(Net(deep), sines(64), ckpt_path=path, weights_only=False)
     kept["retime_ooo_ddp"]["k"] = "all"
     torch.save(kept, path)
     tampered = OOODataParallelStrategy(k="auto", bucket_cap_mb=1)
-    anew = trainer(strategy=tampered, max_steps=72, max_epochs=-1, enable_checkpointing=False)
+    anew = trainer(strategy=tampered, max_steps=72, max_epochs=-1)
     with first_rank_warns("k of an earlier run has no effect, and k is searched for again: k is no whole"):
-        anew.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
+        anew.fit(Net(deep), sines(64), ckpt_path=path, weights_only=False)
 
 
 @on_ranks(2, joined=False)
@@ -459,8 +449,8 @@ def test_bucket_size_is_fixed_where_a_measurement_must_not_matter() -> None:
     sizes = []
     for options in ({"deterministic": True}, {}):
         strategy = OOODataParallelStrategy(k=0)
-        quick = trainer(strategy=strategy, max_steps=1, enable_checkpointing=False, **options)
-        quick.fit(Net(nn.Linear(6, 6)), data())
+        quick = trainer(strategy=strategy, max_steps=1, **options)
+        quick.fit(Net(nn.Linear(6, 6)), sines(64))
         sizes.append(strategy.report().bucket_bytes // 2**20)
         torch.use_deterministic_algorithms(False)
     assert sizes[0] == FIXED_BUCKET_MB
@@ -487,17 +477,17 @@ class Saves(ReverseFirstK):
 @on_ranks(2, joined=False)
 def test_callback_sets_k() -> None:
     deep = nn.Sequential(nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
-    one = trainer(strategy="ooo_ddp", max_epochs=2, callbacks=[ReverseFirstK(2)], enable_checkpointing=False)
-    one.fit(Net(deep), data())
+    one = trainer(strategy="ooo_ddp", max_epochs=2, callbacks=[ReverseFirstK(2)])
+    one.fit(Net(deep), sines(64))
     assert one.strategy.report().k == 2  # type: ignore[attr-defined]
     assert one.callback_metrics["reverse_first_k"] == 2
     silent = trainer(strategy="ooo_ddp", max_epochs=1, callbacks=[ReverseFirstK(1, log=False)])
-    silent.fit(Net(), data())
+    silent.fit(Net(), sines(64))
     assert "reverse_first_k" not in silent.callback_metrics
     with pytest.raises(ValueError, match="strategy='ooo_ddp'"):
-        trainer(strategy="ddp", callbacks=[ReverseFirstK(2)]).fit(Net(), data())
+        trainer(strategy="ddp", callbacks=[ReverseFirstK(2)]).fit(Net(), sines(64))
     with pytest.raises(ValueError, match="fuses the optimizer already"):
-        trainer(strategy="ooo_ddp", callbacks=[FuseOptimizer("forward")]).fit(Net(), data())
+        trainer(strategy="ooo_ddp", callbacks=[FuseOptimizer("forward")]).fit(Net(), sines(64))
 
 
 @on_ranks(2, joined=False)
@@ -581,7 +571,7 @@ def rank_dies_in_backward() -> None:
                 os._exit(9)
 
     strategy = OOODataParallelStrategy(k=1, timeout=timedelta(seconds=limit_s(15)))
-    trainer(strategy=strategy, max_epochs=2, enable_checkpointing=False).fit(Dies(), data())
+    trainer(strategy=strategy, max_epochs=2).fit(Dies(), sines(64))
 
 
 @pytest.mark.long

@@ -61,8 +61,7 @@ class Pair(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.evaluates_apart and not self.training:
             return x @ self.one.weight @ self.two.weight
-        out: Tensor = self.two(self.one(x).relu())
-        return out
+        return self.two(self.one(x).relu())
 
 
 class Pairs(nn.Module):
@@ -71,8 +70,7 @@ class Pairs(nn.Module):
         self.b, self.a = Pair(), Pair()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(self.a(x))
-        return out
+        return self.b(self.a(x))
 
 
 class Own(torch.optim.SGD):

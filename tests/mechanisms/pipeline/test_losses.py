@@ -30,18 +30,15 @@ class Part:
 
     @property
     def scores(self) -> Tensor:
-        scores: Tensor = self.net["x"](self.x)
-        return scores
+        return self.net["x"](self.x)
 
     @property
     def states(self) -> Tensor:
-        states: Tensor = self.net["tokens"](self.tokens)
-        return states
+        return self.net["tokens"](self.tokens)
 
     @property
     def error(self) -> Tensor:
-        error: Tensor = (self.scores - self.wanted).square()
-        return error
+        return (self.scores - self.wanted).square()
 
 
 Step = Callable[[Part], Tensor]
@@ -267,6 +264,11 @@ def divided_by(error: Tensor, mean: Tensor) -> Tensor:
     return (error / mean).mean()
 
 
+def contrasted(p: Part) -> Tensor:
+    features = p.scores
+    return F.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
 INFLUENCE = "samples of a batch influence one another"
 BY_BATCH, IN_MEAN, IN_SUM = "`div` (test_losses.py:", "in `mean` (test_losses.py", "in `sum` (test_losses.py"
 READ = "depends on values of the batch that are read"
@@ -326,6 +328,7 @@ UNKNOWN: dict[str, tuple[Step, str]] = {
     "running sum": (lambda p: (p.error * p.mask.cumsum(0)).sum(), "in `cumsum`"),
     "ranks": (lambda p: (p.error.mean(1).sort().values * 0.5).mean(), "in `sort`"),
     "neighbours": (lambda p: (p.scores[1:] - p.scores[:-1]).square().sum(), "in `slice`"),
+    "contrasted": (contrasted, INFLUENCE),
     "others": (lambda p: (p.scores - p.wanted[p.x[:, 0].argsort()]).mean(), INFLUENCE),
     "pairs": (
         lambda p: (p.scores[:, None] - p.wanted[None]).square().mean(),
@@ -346,16 +349,6 @@ def test_other_heads_are_refused_by_name(name):
     assert what in text
     assert "use a mean or a sum over samples or labels; or say what the step divides by, with loss_weight=" in text
     assert text.endswith("or use microbatches=1")
-
-
-def contrasted(p: Part) -> Tensor:
-    features = p.scores
-    return F.cross_entropy(features @ features.T, torch.arange(len(features)))
-
-
-def test_samples_that_influence_one_another_are_refused():
-    with pytest.raises(PipelineError, match="samples of a batch influence one another"):
-        look(contrasted)
 
 
 def test_what_is_the_same_only_for_samples_that_are_alike_is_refused():

@@ -20,7 +20,6 @@ from support.scan import MODES, SOLVERS, Case, gradients, make_case, worst_error
 
 def saved_bytes(outputs: list[torch.Tensor], weights: set[int]) -> int:
     node = outputs[0].grad_fn
-    assert node is not None
     kept = {part.data_ptr(): part.nbytes for part in node.saved_tensors if part is not None}
     return sum(size for pointer, size in kept.items() if pointer not in weights)
 

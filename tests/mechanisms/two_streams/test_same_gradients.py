@@ -16,6 +16,7 @@ from retime import fuse_optimizer
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.mechanisms.two_streams import TwoStreamBackward, TwoStreamReport
 from retime.mechanisms.two_streams.layers import called_module
+from support.two_stream_steps import plain_step, stepping, twice
 
 STEPS = 5
 WIDTH = 12
@@ -38,12 +39,6 @@ def inputs() -> list[Tensor]:
     return [torch.randn(6, 3, 4, generator=generator) for _ in range(STEPS)]
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 class Trained:
     """What a loop leaves behind."""
 
@@ -63,7 +58,6 @@ class Trained:
 
     @property
     def report(self) -> TwoStreamReport:
-        assert self.two_streams is not None
         return self.two_streams.report()
 
 
@@ -105,28 +99,18 @@ def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, i
         optimizer.zero_grad()
 
 
-def autocast(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+@stepping
+def autocast(model: Any, x: Tensor, index: int) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(x).square().mean()
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
-def twice(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
-    loss = model(x).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def two_losses(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+@stepping
+def two_losses(model: Any, x: Tensor, index: int) -> None:
     y = model(x)
     y.square().mean().backward(retain_graph=True)
     y.abs().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def evaluated(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
@@ -192,31 +176,28 @@ def test_few_bytes_wait_where_they_are_bounded() -> None:
 # What code does between a forward pass and its backward pass.
 
 
-def frozen_between(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+@stepping
+def frozen_between(model: Any, x: Tensor, index: int) -> None:
     loss = model(x).square().mean()
     model[3].weight.requires_grad_(False)
     model[0].bias.requires_grad_(False)
     loss.backward()
     model.requires_grad_(True)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
-def cast_in_the_backward_pass(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+@stepping
+def cast_in_the_backward_pass(model: Any, x: Tensor, index: int) -> None:
     loss = model(x).square().mean()
     with torch.autocast("cpu", torch.bfloat16):
         loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
-def convolved_otherwise(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+@stepping
+def convolved_otherwise(model: Any, x: Tensor, index: int) -> None:
     model[0].dilation, model[0].padding = ((1,), (1,)) if index % 2 else ((2,), (2,))
     loss = model(x).square().mean()
     model[0].dilation, model[0].padding = (1,), (0,)
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def padded_otherwise(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
@@ -225,11 +206,10 @@ def padded_otherwise(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, in
     plain_step(model, optimizer, x, index)
 
 
-def a_gradient_that_does_not_come(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+@stepping
+def a_gradient_that_does_not_come(model: Any, x: Tensor, index: int) -> None:
     hidden = model[:4](x)
     model[4:](Stopped.apply(hidden) if index % 2 else hidden).square().mean().backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 class Stopped(torch.autograd.Function):
@@ -254,13 +234,12 @@ def test_what_changes_between_the_passes(step: Step) -> None:
 
 
 def test_a_linear_layer_whose_weight_is_written_into_and_whose_input_needs_no_gradient() -> None:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+    @stepping
+    def step(model: Any, x: Tensor, index: int) -> None:
         loss = model(x).square().mean()
         with torch.no_grad():
-            model[0].weight.clamp_(-0.2, 0.2)  # type: ignore[index, union-attr, operator]
+            model[0].weight.clamp_(-0.2, 0.2)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -280,14 +259,13 @@ def test_anomaly_mode_is_plain_and_says_so() -> None:
 def test_an_input_whose_cast_is_shared() -> None:
     kept: list[Tensor | None] = []
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+    @stepping
+    def step(model: Any, x: Tensor, index: int) -> None:
         x = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             one, two, three = model
             (one(x) + two(x) * three(x)).square().mean().backward()
         kept.append(x.grad)
-        optimizer.step()
-        optimizer.zero_grad()
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -325,10 +303,7 @@ def test_shallow_copies_run_their_own_weights() -> None:
         copied._modules = {name: clone(one) for name, one in module.named_children()}
         return copied  # type: ignore[no-any-return]
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
-        (model(x).square().mean() + clone(model)(x).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    step = stepping(lambda model, x, _: (model(x).square().mean() + clone(model)(x).square().mean()).backward())
 
     assert both(step).in_order == {
         "its parameters get gradients from several places, which would add up in another order": LAYERS
@@ -350,20 +325,18 @@ def test_layers_with_other_kernels(kind: str) -> None:
         model[0]._conv_forward = lambda x, weight, bias: run(x, weight - weight.mean(), bias)
         return model  # type: ignore[no-any-return]
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+    @stepping
+    def step(model: Any, x: Tensor, index: int) -> None:
         model(x.to(torch.complex64) if kind == "complex" else x).abs().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     assert beside(both(step, make)) == 0
 
 
-def double_backward(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+@stepping
+def double_backward(model: Any, x: Tensor, index: int) -> None:
     loss = model(x).square().mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def with_graph(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
@@ -467,8 +440,7 @@ class Body(nn.Module):
         self.middle = middle
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.middle(self.inner, self.first(x)).relu())
-        return y
+        return self.last(self.middle(self.inner, self.first(x)).relu())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -498,13 +470,12 @@ def test_a_layer_that_is_called_twice_from_a_later_step() -> None:
 
 
 def weights_in_the_loss(from_step: int) -> Step:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+    @stepping
+    def step(model: Any, x: Tensor, index: int) -> None:
         loss = model(x).square().mean()
         if index >= from_step:
-            loss = loss + model[3].weight.square().sum()  # type: ignore[index]
+            loss = loss + model[3].weight.square().sum()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     return step
 
@@ -540,7 +511,6 @@ def test_hooks_on_parameters_run_on_the_calling_thread_in_order() -> None:
             model = network()
             for name in ("5", "0"):
                 weight = model.get_submodule(name).weight
-                assert isinstance(weight, Tensor)
 
                 def note(gradient: Any, name: str = name) -> None:
                     total = gradient.grad if isinstance(gradient, nn.Parameter) else gradient
@@ -626,15 +596,14 @@ def test_optimizer_fusion_in_the_same_loop(mode: str, two_streams_first: bool) -
         assert torch.equal(one, other)
 
 
-def lends_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+@stepping
+def lends_parameters(model: Any, x: Tensor, index: int) -> None:
     """The gradients belong to what the layers were lent in the forward pass."""
     lent = {name: nn.Parameter(value.detach() * 2) for name, value in model.named_parameters()}
     torch.func.functional_call(model, lent, (x,)).square().mean().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is None
         parameter.grad = lent[name].grad
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_parameters_that_layers_are_lent() -> None:

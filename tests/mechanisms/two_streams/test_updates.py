@@ -16,8 +16,10 @@ from retime import declare_per_parameter
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.two_streams import TwoStreamBackward, TwoStreamReport
 from retime.mechanisms.two_streams.layers import LinearKernels
+from support import fusion
 from support.failing import FailsBackward
 from support.time_limits import limit_s
+from support.two_stream_steps import plain_step, stepping, twice
 
 STEPS = 6
 SPLIT = 7
@@ -43,14 +45,6 @@ def adamw(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=0.01)
 
 
-def plain_step(
-    model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two_streams: TwoStreamBackward | None
-) -> None:
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def trained(
     step: Step, make_optimizer: Make, make: Callable[[], nn.Module], *, ours: bool, **options: Any
 ) -> tuple[nn.Module, Optimizer, TwoStreamReport | None]:
@@ -67,16 +61,8 @@ def trained(
     return model, optimizer, report
 
 
-def assert_same(one: tuple[nn.Module, Optimizer, Any], other: tuple[nn.Module, Optimizer, Any]) -> None:
-    for left, right in zip(one[0].parameters(), other[0].parameters(), strict=True):
-        assert torch.equal(left, right)
-    states = [optimizer.state_dict() for _, optimizer, _ in (one, other)]
-    assert states[0]["param_groups"] == states[1]["param_groups"]
-    assert states[0]["state"].keys() == states[1]["state"].keys()
-    for number, entries in states[0]["state"].items():
-        for name, value in entries.items():
-            same = states[1]["state"][number][name]
-            assert torch.equal(value, same) if isinstance(value, Tensor) else value == same
+def assert_same(one: Any, other: Any) -> None:
+    fusion.assert_same(*(fusion.Run(model, optimizer, None) for model, optimizer, _ in (one, other)))
 
 
 def both(
@@ -85,7 +71,6 @@ def both(
     """Run a loop plain and with updates on the sub-stream, compare bits and state, and return the report."""
     ours = trained(step, make_optimizer, make, ours=True, **options)
     assert_same(trained(step, make_optimizer, make, ours=False), ours)
-    assert ours[2] is not None
     return ours[2]
 
 
@@ -108,7 +93,6 @@ OPTIMIZERS: dict[str, Make] = {
 def test_bits_of_the_plain_optimizer(name: str, options: dict[str, Any]) -> None:
     report = both(make_optimizer=OPTIMIZERS[name], **options)
     assert report.updates == SPLIT * (STEPS - 1)
-    assert report.fusion is not None
     assert report.fusion.fused_updates >= report.updates
     assert f"{report.updates} updates right after their weight gradients" in report.what_was_done()
     assert report.fusion.headline in report.what_was_done()
@@ -126,26 +110,22 @@ def test_deep_layers_on_two_threads() -> None:
     assert both(several, make=make).updates == 50 * (5 * STEPS - 1)
 
 
-def scheduled(
-    model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two_streams: TwoStreamBackward | None
-) -> None:
-    plain_step(model, optimizer, x, index, two_streams)
+def scheduled(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+    plain_step(model, optimizer, x, *rest)
     for group in optimizer.param_groups:
         group["lr"] *= 0.7
 
 
-def accumulated(
-    model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two_streams: TwoStreamBackward | None
-) -> None:
+def accumulated(model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two: TwoStreamBackward | None) -> None:
     """Windows of different lengths, so that all passes but the last are marked."""
     parts = x.chunk(1 + index % 3)
     for part in parts[:-1]:
-        if two_streams is None or two_streams.fusion is None:
+        if two is None or two.fusion is None:
             model(part).square().mean().backward()
         else:
-            with two_streams.fusion.accumulate():
+            with two.fusion.accumulate():
                 model(part).square().mean().backward()
-    plain_step(model, optimizer, parts[-1], index, two_streams)
+    plain_step(model, optimizer, parts[-1], index, two)
 
 
 def in_two_passes(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
@@ -155,14 +135,6 @@ def in_two_passes(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any)
         loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-
-
-def retained(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
-    loss = model(x).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def frozen(model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two: TwoStreamBackward | None) -> None:
@@ -177,11 +149,10 @@ def evaluated(model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two
     plain_step(model.train(), optimizer, x, index, two)
 
 
-def autocast(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+@stepping
+def autocast(model: Any, x: Tensor, index: int) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def from_a_later_step(late: Step) -> Step:
@@ -191,11 +162,10 @@ def from_a_later_step(late: Step) -> Step:
     return step
 
 
-def called_twice(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+@stepping
+def called_twice(model: Any, x: Tensor, index: int) -> None:
     """Two calls of each layer in one graph."""
-    sum(model(part).square().mean() for part in x.chunk(2)).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    optimizer.zero_grad()
+    sum(model(part).square().mean() for part in x.chunk(2)).backward()
 
 
 def forward_only(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
@@ -208,7 +178,7 @@ BEHIND: dict[str, tuple[Step, int]] = {
     "learning rate changes": (scheduled, SPLIT * (STEPS - 1)),
     "accumulation": (accumulated, SPLIT * (STEPS - 1)),
     "two passes": (in_two_passes, SPLIT * (STEPS - 1)),
-    "retained graph": (retained, SPLIT * (STEPS - 1)),
+    "retained graph": (twice, SPLIT * (STEPS - 1)),
     "frozen parameters": (frozen, (SPLIT - 2 - 1) * (STEPS - 1)),
     "evaluation": (evaluated, SPLIT * (STEPS - 1)),
     "autocast": (autocast, SPLIT * (STEPS - 1)),
@@ -227,7 +197,6 @@ def test_what_loops_do(name: str) -> None:
 def test_layers_that_are_called_twice_update_as_in_backward_fusion() -> None:
     report = both(called_twice)
     assert report.updates == 0
-    assert report.fusion is not None
     assert report.fusion.fused_updates > 0
 
 
@@ -271,10 +240,9 @@ def test_more_passes_than_in_the_steps_before(clears: bool) -> None:
 
 
 def test_a_weight_in_the_loss() -> None:
-    def in_the_loss(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
-        (model(x).square().mean() + model[4].weight.square().sum()).backward()  # type: ignore[index]
-        optimizer.step()
-        optimizer.zero_grad()
+    @stepping
+    def in_the_loss(model: Any, x: Tensor, index: int) -> None:
+        (model(x).square().mean() + model[4].weight.square().sum()).backward()
 
     assert both(in_the_loss).updates == (SPLIT - 2) * (STEPS - 1)  # from the first step: the layer stays in order
     with pytest.raises(RuntimeError, match="2 gradients in one step, 1 in the steps before"):
@@ -453,7 +421,6 @@ def test_a_checkpoint_goes_on_in_the_other_loop(first_ours: bool) -> None:
         if two_streams is not None:
             assert two_streams.report().updates == SPLIT * 2
             two_streams.remove()
-    assert optimizer is not None
     assert_same(plain, (model, optimizer, None))
 
 
@@ -486,9 +453,7 @@ def test_where_two_streams_are_taken_off_updates_run_as_in_backward_fusion(
         plain_step(model, optimizer, x, 0, two_streams)
     report = two_streams.report()
     two_streams.remove()
-    assert report.setting is not None
     assert not report.setting.two_streams
-    assert report.fusion is not None
     assert report.fusion.steps == 40
     assert report.fusion.fused_updates > report.updates > 0
     if fails:

@@ -1,7 +1,5 @@
 """`make demo` in small: two processes in turns, whether weights are equal, and what is shown of made-up results."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -27,7 +25,6 @@ CASE = {"model": MLP, "data": DATA, "batch_size": 8, "optimizer": {"_target_": "
 
 def settings(methods: list[str], **more: Any) -> AdviceSettings:
     whole = settings_for("experiment=demo", "rounds=1", "steps=4")
-    assert isinstance(whole, AdviceSettings)
     return replace(whole, cases={"net": {**CASE, **more, "methods": methods}}, seconds=limit_s(60))
 
 
@@ -121,8 +118,7 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fact_of(name: str, folder: Path) -> dict[str, Any]:
     (point,) = Demo().run(settings([name]), folder, Console(quiet=True)).points
-    fact: dict[str, Any] = point.facts[f"net: {name}"]
-    return fact
+    return point.facts[f"net: {name}"]
 
 
 @pytest.mark.usefixtures("_fake")

@@ -19,8 +19,7 @@ class Blocks(nn.Module):
         outputs = self.first(inputs)
         for block in self.blocks:
             outputs = block(outputs)
-        result: Tensor = self.last(outputs)
-        return result
+        return self.last(outputs)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

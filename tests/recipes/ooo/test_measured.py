@@ -105,15 +105,12 @@ def test_bounds_and_ratios_are_formed_within_rounds() -> None:
     measured = point({}, TIMES)
     assert bound_ms(measured) == [240.0, 245.0]
     share, speed = bound_fraction(measured, "ooo_k4"), ratio(measured, "ddp", "ooo_k4")
-    assert share is not None
     assert share.rounds == [240 / 300, 245 / 302]
-    assert speed is not None
     assert speed.rounds == [400 / 300, 410 / 302]
     assert ratio(measured, "ddp", "ooo_k7") is None
     assert best_of(measured, "ddp", "step") == "ddp_layer_buckets"
     assert best_fixed(measured) == "ooo_k4"
     slower = within_best(measured)
-    assert slower is not None
     assert slower.rounds == pytest.approx([1.0, 100 * 3 / 302])
 
 
@@ -191,13 +188,11 @@ def test_reports_are_made_from_the_json_alone(name: str, tmp_path: Path) -> None
 def test_memory_overhead_is_in_percent() -> None:
     _, result = results()["memory"]
     extra = percent_more(result.points[0], "ooo_k3", "ddp", PEAK)
-    assert extra is not None
     assert extra.rounds == pytest.approx([1.5])
 
 
 def test_hosts_and_rate_are_settings() -> None:
     found = settings_for("experiment=ooo_ksweep", "hardware=emulated", "hosts=4", "rate=500mbit")
-    assert isinstance(found, OutOfOrderSettings)
     assert (found.hardware.name, found.hosts, found.rate) == ("emulated", 4, "500mbit")
     assert settings_for("experiment=ooo_ksweep").hardware.name == "emulated"
 

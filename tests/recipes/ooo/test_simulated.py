@@ -15,7 +15,7 @@ from retime.recipes import models
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware
 from retime.recipes.ooo import claims as ooo_claims
-from retime.recipes.ooo.calibration import MeasuredRun, Parameters, calibrate, read_runs, simulated_ms
+from retime.recipes.ooo.calibration import Parameters, calibrate, read_runs, simulated_ms
 from retime.recipes.ooo.model_costs import P100_SXM2, SETTINGS, V100, Gpu, calibrated, compute_ms, count, layer_costs
 from retime.recipes.ooo.scaling import CALIBRATED, OVER, PAPERS_NETWORK, Discussion, Scaling
 from retime.recipes.ooo.settings import SimulatedSettings
@@ -190,7 +190,6 @@ def test_runs_are_read_as_measured(tmp_path):
     runs = {run.name: run for run in read_runs(made_up(tmp_path))}
     assert len(runs) == 10, "one host sends nothing"
     tuned = runs["hosts=4 compute=real ooo_tuned"]
-    assert isinstance(tuned, MeasuredRun)
     assert (tuned.hosts, tuned.k, tuned.cross_iteration, tuned.bits_per_s) == (4, 3, True, 2e9)
     assert not runs["hosts=4 compute=real ooo_tuned_waiting"].cross_iteration
     assert not runs["hosts=2 compute=real ddp"].cross_iteration

@@ -50,7 +50,6 @@ def remarks(recipe: CountedRecipe, result: Result) -> dict[str, list[tuple[float
     """By what a claim is about: the simulated values and what is said of them."""
     found: dict[str, list[tuple[float, str]]] = {}
     for line in recipe.compare(result):
-        assert line.measured is not None
         assert line.note.startswith("simulated, ")
         found.setdefault(line.against.what, []).append((line.measured.median, line.note.rpartition("; ")[2]))
     return found

@@ -1,7 +1,5 @@
 """Batches of many kinds and shapes under a memory budget, steps that write into them, and accumulation over them."""
 
-from __future__ import annotations
-
 import logging
 from collections import UserDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """BatchNorm, epochs without a backward pass, and FuseOptimizer, under a memory budget."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
@@ -26,6 +24,7 @@ from support.memory_budget import (
     SMALL,
     Looks,
     Net,
+    Outputs,
     ShallowNet,
     assert_close,
     assert_same,
@@ -98,16 +97,6 @@ class Counts(ShallowNet):
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return {"loss": loss, "logits": logits.detach()}
-
-
-class Outputs(Callback):
-    """Keeps what callbacks are shown."""
-
-    def __init__(self) -> None:
-        self.outputs: list[Any] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.outputs.append(outputs)
 
 
 def trained(strategy: Any, module: Counts, *callbacks: Callback, epochs: int) -> tuple[Trainer, list[Any]]:

@@ -1,7 +1,5 @@
 """Models that change while they train, or since a checkpoint: a plan is for the step that it was made for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.errors import ScheduleError
 from support import memory_budget as support
-from support.memory_budget import BATCH, FEATURES, OFFLOADS, SHALLOW, use_costs
+from support.memory_budget import BATCH, FEATURES, OFFLOADS, SHALLOW, model_of, use_costs
 
 pytestmark = support.IGNORED
 
@@ -20,14 +18,6 @@ pytestmark = support.IGNORED
 @pytest.fixture(autouse=True)
 def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     use_costs(monkeypatch, OFFLOADS)
-
-
-def model_of(*more: nn.Module) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(4):
-        layers += [nn.Linear(FEATURES, FEATURES), nn.Tanh()]
-    return nn.Sequential(*more, *layers, nn.Linear(FEATURES, 1))
 
 
 def budgeted(model: nn.Module, **options: Any) -> BudgetedStep:

@@ -1,7 +1,5 @@
 """Plans of a memory budget in checkpoints: used again, certified again, and ignored by other strategies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

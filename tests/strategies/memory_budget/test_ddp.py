@@ -1,7 +1,5 @@
 """The memory budget on two gloo ranks: the same weights as DDP's, one reduction a step, one refusal for all ranks."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -12,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-import retime
 from retime.callbacks import MemoryTimeline
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.memory_budget.planner import StepPlanner
@@ -410,9 +407,3 @@ def test_timelines_count_buckets() -> None:
     done = fit(Net(), MemoryBudgetDDPStrategy(SMALL), callbacks=[timeline])
     (step,) = timeline.steps
     assert max(held for _, held in step.predicted) == report(done).shapes[0].choice.peak_bytes
-
-
-def test_names_are_registered() -> None:
-    assert retime.MemoryBudgetDDPStrategy.strategy_name == "memory_budget_ddp"
-    for name in ("memory_budget_ddp", "memory_budget_ddp_spawn", "memory_budget_ddp_fork"):
-        assert StrategyRegistry[name]["description"]

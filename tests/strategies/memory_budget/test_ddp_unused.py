@@ -1,7 +1,5 @@
 """Parameters that only earlier sub-batches use: DDP's error says what sub-batches have to do with it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

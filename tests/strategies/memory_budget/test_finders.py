@@ -1,7 +1,5 @@
 """Finders of batch sizes take a refused budget for out of memory, and settle on a batch that fits."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

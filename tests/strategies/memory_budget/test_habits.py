@@ -1,7 +1,5 @@
 """What steps whose batches run in parts log, count, return, draw and write: the whole batch's, or it is told."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Metric
@@ -24,6 +21,7 @@ from support.memory_budget import (
     IGNORED,
     SHALLOW,
     Notes,
+    Outputs,
     ShallowNet,
     assert_close,
     fit_both,
@@ -33,19 +31,9 @@ from support.memory_budget import (
 pytestmark = IGNORED
 
 
-class Returned(Callback):
-    """Keeps what callbacks are given."""
-
-    def __init__(self) -> None:
-        self.outputs: list[Any] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.outputs.append(outputs)
-
-
 def both(make: Callable[[], Any], budget: Any = SHALLOW, data: Any = None, *, split: bool = True) -> tuple[Any, Any]:
     """Outputs of a plain fit and of one under a budget, of the same weights."""
-    callback = Returned()
+    callback = Outputs()
     plain, ours, report = fit_both(make, budget, data, callbacks=[callback])
     assert_close(plain, ours)
     assert (report.sub_batches > report.steps) is split

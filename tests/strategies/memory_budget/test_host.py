@@ -1,7 +1,5 @@
 """A host that fails in the middle of training under a memory budget: no corrupted step, and nothing left behind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Fits of `MemoryBudgetStrategy` in processes under a limit of data bytes, in which the plain strategy dies."""
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

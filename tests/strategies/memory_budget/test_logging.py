@@ -1,7 +1,5 @@
 """What is logged under a memory budget equals what the plain strategy logs: numbers, metrics, values of some parts."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterable
@@ -209,7 +207,6 @@ class AlikeAtFirst(ShallowNet):
     def __init__(self, std: float) -> None:
         super().__init__()
         last = self.net[-1]
-        assert isinstance(last, nn.Linear)
         nn.init.normal_(last.weight, std=std)
         nn.init.zeros_(last.bias)
 

@@ -1,8 +1,5 @@
 """What a memory budget refuses, and what it says then."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,22 +45,19 @@ def test_steps_that_cannot_be_planned(module: type[Net], pattern: str) -> None:
         fit(module(), MemoryBudgetStrategy(SMALL))
 
 
-def test_several_devices() -> None:
-    with pytest.raises(ValueError, match="use devices=1"):
-        fit(Net(), MemoryBudgetStrategy(SMALL), devices=2)
-
-
-def test_a_missing_host_folder(tmp_path: Path) -> None:
-    with pytest.raises(HostError, match="missing"):
-        fit(Net(), MemoryBudgetStrategy(SMALL, host=f"disk:{tmp_path / 'missing'}"))
-
-
 @pytest.mark.parametrize(
-    ("options", "pattern"), [({"budget": "900TiB"}, "give at most that"), ({"host": "memory"}, "frees nothing when")]
+    ("options", "more", "pattern"),
+    [
+        ({}, {"devices": 2}, "use devices=1"),
+        ({"host": "disk:/nowhere/missing"}, {}, "missing"),
+        ({"budget": "900TiB"}, {}, "give at most that"),
+        ({"host": "memory"}, {}, "frees nothing when"),
+    ],
+    ids=["devices", "folder", "budget", "host"],
 )
-def test_what_the_device_does_not_have(options: dict[str, Any], pattern: str) -> None:
-    with pytest.raises(ValueError, match=pattern):
-        fit(Net(), MemoryBudgetStrategy(**{"budget": SMALL} | options))
+def test_what_cannot_be_had(options: dict[str, Any], more: dict[str, Any], pattern: str) -> None:
+    with pytest.raises((ValueError, HostError), match=pattern):
+        fit(Net(), MemoryBudgetStrategy(**{"budget": SMALL} | options), **more)
 
 
 def test_the_reason_is_given_when_a_batch_cannot_be_split(splits: None) -> None:

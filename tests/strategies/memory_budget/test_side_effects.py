@@ -1,7 +1,5 @@
 """Steps with side effects on what is neither tensor nor module, such as an environment or a replay buffer."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

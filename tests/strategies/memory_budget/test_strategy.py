@@ -1,7 +1,5 @@
 """MemoryBudgetStrategy under small budgets: the same training as the plain strategy's, or a refusal."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from typing import Any

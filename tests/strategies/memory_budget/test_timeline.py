@@ -1,7 +1,5 @@
 """MemoryTimeline between fits and processes: what it holds, and what it can predict."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

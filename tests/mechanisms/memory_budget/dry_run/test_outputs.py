@@ -1,7 +1,5 @@
 """What a step returns is held until the batch is over, and of parts joined as they come; dry runs count it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Dry runs: the same bytes as the real step, who makes them, and the step as a task graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Dry runs where some parameters are frozen, thawed later, or in no optimizer: states and gradients to the byte."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Host tiers: where bytes go, what they say without a place or when a disk or a caller errs; places used again."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """Saved storages leave and come back: same numbers, each storage once, nothing left behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -23,21 +21,7 @@ from retime.mechanisms.memory_budget.offload.passes import ForwardPass
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory_budget.offload.tier import HostError
 from retime.schedules.budget import OffloadPlan
-
-ALL = frozenset(range(1000))
-
-
-def everything(prefetch: int = 0) -> OffloadPlan:
-    return OffloadPlan(1, ALL, prefetch, len(ALL))
-
-
-def ignore(mismatch: PlanMismatch) -> None:
-    """These tests give numbers that no forward pass reaches."""
-
-
-def offload_all(host: HostMemory | HostDisk, keep: object = (), **options: object) -> OffloadSavedTensors:
-    prefetch = options.pop("prefetch", 0)
-    return OffloadSavedTensors(everything(prefetch), host, keep, on_mismatch=ignore, **options)
+from support.memory_budget import offload_all
 
 
 @pytest.fixture
@@ -329,7 +313,6 @@ def test_passes_are_left_alone_behind_the_last_storage_that_moves(
             for _ in range(7 if longer else 6):
                 value = value.tanh()
         value.sum().backward()
-        assert leaf.grad is not None
         return leaf.grad
 
     first = gradient()
@@ -486,9 +469,9 @@ def test_numbers_do_not_depend_on_what_moves(host: HostMemory) -> None:
     """A logged value that takes no part in the loss frees its graph at once; what it saved is saved again later."""
     mismatches: list[PlanMismatch] = []
     gradient = {}
-    for name, numbers in {"plain": frozenset(), "all": ALL}.items():
+    for name, numbers in {"plain": (), "all": range(3)}.items():
         value = torch.linspace(-1, 1, 64, requires_grad=True)
-        plan = OffloadPlan(1, frozenset(number for number in numbers if number < 3), 0, saved=3)
+        plan = OffloadPlan(1, frozenset(numbers), 0, saved=3)
         with OffloadSavedTensors(plan, host, on_mismatch=mismatches.append) as offload:
             hidden = value.tanh()  # saves its result, 0
             float(hidden.norm().detach())  # saves that again and the norm, 1

@@ -1,7 +1,5 @@
 """Storages that something goes on writing into after autograd has saved a tensor on them: nothing changes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,9 +14,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from retime.mechanisms.memory_budget.offload.hosts import HostDisk, HostMemory
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
 from retime.mechanisms.memory_budget.offload.tier import HostTier
-from retime.schedules.budget import OffloadPlan
+from support.memory_budget import offload_all
 
-ALL = frozenset(range(1000))
 B, T, F, H = 3, 4, 5, 6
 """Samples, time steps, features and hidden units."""
 
@@ -26,11 +23,6 @@ B, T, F, H = 3, 4, 5, 6
 @pytest.fixture(params=["memory", "disk"])
 def host(request: pytest.FixtureRequest, tmp_path: Path) -> HostTier:
     return HostMemory("cpu") if request.param == "memory" else HostDisk(tmp_path)
-
-
-def offload_all(host: HostTier, in_flight_bytes: int = 0, prefetch: int = 0) -> OffloadSavedTensors:
-    plan = OffloadPlan(1, ALL, prefetch, len(ALL))
-    return OffloadSavedTensors(plan, host, in_flight_bytes=in_flight_bytes, on_mismatch=lambda mismatch: None)
 
 
 class Recurrent(nn.Module):
@@ -142,7 +134,7 @@ def test_offloading_changes_no_gradient(host: HostTier, name: str, in_flight_byt
     model = MODELS[name]()
     values = torch.randn(B, T, F, dtype=next(model.parameters()).dtype)
     model(values)
-    offload = offload_all(host, in_flight_bytes, prefetch=2)
+    offload = offload_all(host, (), in_flight_bytes, prefetch=2)
     plain, ours = trained(copy.deepcopy(model), values, nullcontext()), trained(model, values, offload)
     assert len(plain) == len(ours) > 0
     assert all(torch.equal(one, two) for one, two in zip(plain, ours, strict=True))

@@ -1,7 +1,5 @@
 """Storages that are watched to their end: users notice nothing, and Ctrl-C is not lost."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import gc
@@ -20,16 +18,9 @@ import torch
 from torch import Tensor
 
 from retime.mechanisms.memory_budget.offload.hosts import HostDisk, HostMemory
-from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
-from retime.mechanisms.memory_budget.offload.tier import HostTier
-from retime.schedules.budget import OffloadPlan
+from support.memory_budget import offload_all
 
 pytestmark = pytest.mark.usefixtures("interrupts")
-
-
-def offload_all(host: HostTier, leaf: Tensor, in_flight_bytes: int = 0) -> OffloadSavedTensors:
-    plan = OffloadPlan(1, frozenset(range(9)), 0, 9)
-    return OffloadSavedTensors(plan, host, [leaf], in_flight_bytes, on_mismatch=lambda mismatch: None)
 
 
 @pytest.fixture
@@ -60,7 +51,7 @@ def saved(value: Tensor) -> Tensor:
 )
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_saved_tensors_can_be_copied_and_sent(take: Callable[[Tensor], Tensor], leaf: Tensor) -> None:
-    with offload_all(HostMemory("cpu"), leaf):
+    with offload_all(HostMemory("cpu"), [leaf]):
         value = leaf.exp()
     assert torch.equal(take(value.detach()), value.detach())
     value.sum().backward()
@@ -76,7 +67,7 @@ def interrupted_in(call: Callable[[], object]) -> None:
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_an_interruption_at_a_graphs_end_is_not_lost(tier: str, tmp_path: Path, leaf: Tensor) -> None:
     host = HostMemory("cpu") if tier == "memory" else HostDisk(tmp_path)
-    with offload_all(host, leaf):
+    with offload_all(host, [leaf]):
         graphs = [leaf.exp().sum()]
     with pytest.raises(KeyboardInterrupt):
         interrupted_in(graphs.clear)
@@ -87,7 +78,7 @@ def test_an_interruption_at_a_graphs_end_is_not_lost(tier: str, tmp_path: Path, 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_an_interruption_where_a_storage_leaves_is_not_lost(tier: str, tmp_path: Path, leaf: Tensor) -> None:
     host = HostMemory("cpu") if tier == "memory" else HostDisk(tmp_path)
-    offload = offload_all(host, leaf)
+    offload = offload_all(host, [leaf])
 
     def forward() -> list[Tensor]:
         with offload:
@@ -125,7 +116,7 @@ def test_storages_that_end_while_the_host_is_busy_wait_their_turn(
         return take(nbytes)
 
     monkeypatch.setattr(host._extents, "take", collected)
-    with offload_all(host, leaf, in_flight_bytes):
+    with offload_all(host, [leaf], in_flight_bytes):
         first, second = leaf.exp(), leaf.sin().exp()
         loss = first.sum() + second.sum()
         waiting.append([second])
@@ -143,7 +134,7 @@ def test_storages_that_end_while_the_host_is_busy_wait_their_turn(
 
 
 def test_a_storage_that_others_keep_never_leaves(leaf: Tensor) -> None:
-    offload = offload_all(HostMemory("cpu"), leaf)
+    offload = offload_all(HostMemory("cpu"), [leaf])
     with offload:
         value = leaf.exp()
     value.sum().backward()

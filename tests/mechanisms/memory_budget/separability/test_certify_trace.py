@@ -55,7 +55,7 @@ def assert_same(before: Any, after: Any, where: str = "") -> None:
 
 
 @pytest.mark.parametrize("name", [*SEPARABLE, "BatchNorm", "fails"])
-def test_nothing_is_left(name: str) -> None:
+def test_certificates_are_right_and_nothing_is_left(name: str) -> None:
     torch.manual_seed(5)
     case = SEPARABLE[name][0]() if name in SEPARABLE else classifier(convolutional(nn.BatchNorm2d))
     model = case.model
@@ -68,7 +68,11 @@ def test_nothing_is_left(name: str) -> None:
         with pytest.raises(ZeroDivisionError):
             certify(lambda batch: case.step(batch) / (1 // 0), case.batch, model)
     else:
-        certify(case.step, case.batch, model)
+        certificate = certify(case.step, case.batch, model)
+        if name in SEPARABLE:
+            assert str(certificate.weighting) == SEPARABLE[name][1], certificate
+            assert certificate.error <= certificate.tolerance < 1e-5
+            assert certificate.reason == ""
 
     assert_same(before, everything(model))
     batch = case.batch.values() if isinstance(case.batch, dict) else case.batch

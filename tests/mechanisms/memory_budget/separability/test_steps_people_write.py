@@ -11,17 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from support.memory_losses import Learner
 from support.memory_trained import trained
 
 SAMPLES, FEATURES, CLASSES, STEPS = 12, 4, 3, 5
 Batch = dict[str, Tensor]
 
 
-class Net(nn.Module):
+class Net(Learner):
     def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
-        self.head = nn.Linear(FEATURES, CLASSES)
+        super().__init__(FEATURES)
         self.words = nn.Embedding(9, FEATURES)
         self.blank = nn.Linear(FEATURES, 9)
         self.register_buffer("average", torch.zeros(()))
@@ -30,12 +29,6 @@ class Net(nn.Module):
         self.teacher = [nn.Linear(FEATURES, CLASSES).double()]  # no part of the model
         self.epoch, self.seen, self.step_number = 0, 0, 0
         self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.one(x)))
-
-    def each(self, b: Batch) -> Tensor:
-        return F.cross_entropy(self(b["x"]), b["y"], reduction="none")
 
     def near(self, x: Tensor) -> Tensor:
         return F.normalize(self.two(x), dim=1)
@@ -51,9 +44,6 @@ class Split(Net):
     def focal(self, b: Batch) -> Tensor:
         each = self.each(b)
         return ((1 - (-each).exp()) ** 2 * each).mean()
-
-    def label_smoothing(self, b: Batch) -> Tensor:
-        return F.cross_entropy(self(b["x"]), b["y"], label_smoothing=0.1)
 
     def kl_batchmean(self, b: Batch) -> Tensor:
         with torch.no_grad():

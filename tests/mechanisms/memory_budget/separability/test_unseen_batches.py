@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retime.foundations.messages import NoEffectWarning
+from support.memory_losses import Learner
 from support.memory_trained import Trained, trained
 
 SAMPLES, FEATURES, CLASSES, STEPS = 12, 4, 3, 5
@@ -17,21 +18,13 @@ Batch = dict[str, Tensor]
 Loss = Callable[["Net", Batch], Tensor]
 
 
-class Net(nn.Module):
+class Net(Learner):
     def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
-        self.head = nn.Linear(FEATURES, CLASSES)
-        self.share, self.calls = 0.0, 0
+        super().__init__(FEATURES)
+        self.calls = 0
         self.register_buffer("ramp", torch.zeros(()))
         self.shares = torch.tensor([1.0, 0.0])
         self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.one(x)))
-
-    def each(self, b: Batch) -> Tensor:
-        return F.cross_entropy(self(b["x"]), b["y"], reduction="none")
 
     def steps(self, b: Batch) -> Tensor:
         """(B, T)"""
