@@ -73,11 +73,9 @@ class Browser:
             os.close(self._to)
             os.close(self._from)
 
-    def open(self, page: Path, width: int, height: int = 800, *, dark: bool = False) -> None:
-        """Load a file into a window of this size."""
-        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._ask("Emulation.setEmulatedMedia", features=[scheme])
+    def open(self, page: Path, width: int, *, dark: bool = False) -> None:
+        """Load a file into a window of this width, in the light or the dark theme."""
+        self.resize(width, dark=dark)
         self._ask("Page.navigate", url=page.as_uri())
         until = time.monotonic() + limit_s(60)
         while time.monotonic() < until:
@@ -86,6 +84,13 @@ class Browser:
                 if self.run(_STAYS):
                     return
         raise AssertionError(f"{page} does not stay loaded")
+
+    def resize(self, width: int, *, dark: bool = False) -> None:
+        """Give the window this width, and the page the light or the dark theme."""
+        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._ask("Emulation.setEmulatedMedia", features=[scheme])
+        self.settle()
 
     def run(self, script: str) -> Any:
         """Return the value of an expression of JavaScript, or of what it promises."""
