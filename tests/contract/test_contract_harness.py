@@ -62,7 +62,7 @@ def test_catches_a_mechanism_that_is_silently_off_or_on(
 
 def test_catches_ranks_that_differ_fail_or_hang(tmp_path: Path) -> None:
     names = ["optimizer_sgd", "optimizer_momentum", "optimizer_adam"]
-    ours = RankRuns("fails_on_one_rank", names, tmp_path, scenario_s=1.5)
+    ours = RankRuns("fails_on_one_rank", names, tmp_path, scenario_s=3.0)
     try:
         first, second = ours.records("optimizer_sgd")
         with pytest.raises(AssertionError, match="differs from the plain one"):

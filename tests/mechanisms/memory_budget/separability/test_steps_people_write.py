@@ -45,6 +45,9 @@ class Split(Net):
         each = self.each(b)
         return ((1 - (-each).exp()) ** 2 * each).mean()
 
+    def label_smoothing(self, b: Batch) -> Tensor:
+        return F.cross_entropy(self(b["x"]), b["y"], label_smoothing=0.1)
+
     def kl_batchmean(self, b: Batch) -> Tensor:
         with torch.no_grad():
             wanted = (self.teacher[0](b["x"]) / 2).softmax(1)
