@@ -35,6 +35,7 @@ from retime.mechanisms.two_streams.graph import GraphedPart, GraphReport, parts_
 from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, Parameters, SplitLayer, split_layers
 from retime.mechanisms.two_streams.search import (
     STEPS_TO_SECOND_LOOK,
+    PairProfile,
     Profile,
     Search,
     Setting,
@@ -346,8 +347,7 @@ class TwoStreamBackward:
             self._use(self._to_try[-1])
         elif self._to_try:
             if self._profile is not None:
-                to_give, self._profile = self._profile.end(), None
-                self._to_try = with_layers(self._to_try, to_give or None)
+                self._to_try, self._profile = self._profile.end(self._to_try), None
             self._search, self._to_try = Search(self._to_try, self._device), []
             self._next_setting(self._search)
         elif self._search is not None:
@@ -381,11 +381,11 @@ class TwoStreamBackward:
             return
         if not has_streams(device):
             warn_difference(
-                f"the search of two streams also runs kernels with {threads // 2} of {threads} threads, whose sums "
-                f"round differently in the last bits: threads=({threads}, {threads}) keeps them"
+                f"the search of two streams also runs kernels with fewer than {threads} threads, whose sums round "
+                f"differently in the last bits: threads=({threads}, {threads}) keeps them"
             )
-            if self._chosen is None and not self._fusions:
-                self._profile = Profile(self._layers)
+        if self._chosen is None and not self._fusions and not self._parts:
+            self._profile = (PairProfile if has_streams(device) else Profile)(self._layers)
         self._to_try = with_layers(settings, self._chosen)
         self._use(Setting(True, threads, threads, threads))
 

@@ -171,21 +171,23 @@ def test_weight_gradients_are_given_away_that_free_most_of_the_main_stream() -> 
         "frees all": seconds(1.0, 1.0),
         "frees half": seconds(1.0, 2.0, both=2.0),
     }
-    assert search.layers_to_give(layers, 2, 0.0) == ["frees all", "frees half"]
-    assert search.layers_to_give(layers, 2, 100.0) == ["frees all", "frees half", "apart is dear"]
+    assert search.layers_to_give(layers, 2, 0.0)[0] == ["frees all", "frees half"]
+    names, sub_share = search.layers_to_give(layers, 2, 100.0)
+    assert names == ["frees all", "frees half", "apart is dear"]
+    assert sub_share == pytest.approx(4.0 / 106.2, rel=0.01)  # of 104.2 s and 3 hand-overs, 102.2 and less remain
 
 
 def test_the_sub_stream_gets_no_more_than_shortens_the_backward_pass() -> None:
     layers = {str(number): seconds(1.0, 1.0) for number in range(4)}
-    assert len(search.layers_to_give(layers, 2, 0.0)) == 4  # 4 output gradients beside 4 weight gradients
+    assert len(search.layers_to_give(layers, 2, 0.0)[0]) == 4  # 4 output gradients beside 4 weight gradients
     dear = {name: seconds(0.5, 2.0, both=2.4) for name in layers}
-    assert len(search.layers_to_give(dear, 2, 0.0)) == 3
+    assert len(search.layers_to_give(dear, 2, 0.0)[0]) == 3
 
 
 def test_giving_away_costs_more_than_a_small_layer_takes() -> None:
     small = search.HAND_OVER_S / 2
-    assert not search.layers_to_give({"small": seconds(small, small)}, 2, 1.0)
-    assert search.layers_to_give({"first": seconds(0.0, 4 * small)}, 2, 1.0) == ["first"]
+    assert search.layers_to_give({"small": seconds(small, small)}, 2, 1.0) == ([], 0.0)
+    assert search.layers_to_give({"first": seconds(0.0, 4 * small)}, 2, 1.0)[0] == ["first"]
 
 
 def test_a_layer_that_is_called_twice_is_given_away_twice() -> None:
@@ -193,11 +195,11 @@ def test_a_layer_that_is_called_twice_is_given_away_twice() -> None:
     cost = search.HAND_OVER_S
     once = search.LayerTimes([cost] * 2, [1.5 * cost] * 2, [2.5 * cost] * 2)
     twice = search.LayerTimes(*([seconds] * 4 for seconds in (cost, 0.9 * cost, 1.9 * cost)))
-    assert search.layers_to_give({"once": once, "twice": twice}, 2, 1.0) == ["once"]
+    assert search.layers_to_give({"once": once, "twice": twice}, 2, 1.0)[0] == ["once"]
 
 
 def test_only_chosen_layers_run_beside_the_main_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "layers_to_give", lambda times, passes, rest_s: sorted(times)[:1])
+    monkeypatch.setattr(search, "layers_to_give", lambda times, passes, rest_s: (sorted(times)[:1], 0.5))
     loop = Loop(monkeypatch, lambda setting: 1.0 if setting.two_streams else 2.0)
     kernels = [layer.kernels for layer in loop.two_streams._layers]
     loop.steps(1 + search.PROFILE_STEPS)
@@ -210,6 +212,17 @@ def test_only_chosen_layers_run_beside_the_main_stream(monkeypatch: pytest.Monke
     steps_on_two = sum(setting.two_streams and setting.layers is not None for setting in loop.used)
     assert report.sub_stream + report.main_stream == steps_on_two
     loop.two_streams.remove()
+
+
+@pytest.mark.parametrize(("share", "threads"), [(0.0, (7, 1)), (0.3, (6, 2)), (0.45, (4, 4)), (1.0, (1, 7))])
+def test_cores_are_split_by_the_work_that_a_profile_finds(
+    monkeypatch: pytest.MonkeyPatch, share: float, threads: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(search, "layers_to_give", lambda times, passes, rest_s: (["0"], share))
+    plain, fewer, two, two_fewer = search.Profile([]).end(search.settings_for(torch.device("cpu"), 8))
+    assert (plain, fewer) == (Setting(False, 8, 8), Setting(False, 4, 4))
+    assert two == Setting(True, 8, *threads, layers=frozenset("0"))
+    assert two_fewer == Setting(True, 4, *threads, layers=frozenset("0"))
 
 
 def test_a_profile_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

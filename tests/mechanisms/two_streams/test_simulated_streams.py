@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from retime.mechanisms.two_streams import TwoStreamBackward
+from retime.mechanisms.two_streams import Setting, TwoStreamBackward
+from retime.mechanisms.two_streams.search import PROFILE_STEPS
 from retime.mechanisms.two_streams.sub_stream import DeviceStream
 from support.failing import FailsBackward
 from support.simulated_cuda import ORDERS, simulated_cuda
@@ -61,6 +62,22 @@ def test_weights_are_the_plain_ones_and_nothing_races(order: str, options: dict[
     assert all(torch.equal(one, other) for one, other in zip(plain, weights, strict=True))
     report = two_streams.report()
     assert (report.updates == 7 * (STEPS - 1)) if fuse else (report.sub_stream == 4 * (STEPS - 1))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_profile_of_pairs_finds_the_layers_that_gain_beside_each_other(order: str) -> None:
+    """In turn a linear layer's kernels take 3 ms here and 2 beside each other, a convolution's take 1 in both ways."""
+    model = network()
+    with simulated_cuda(order) as device:
+        two_streams = TwoStreamBackward(model)
+        weights = train(model, steps=2 + PROFILE_STEPS)
+        tried = list(two_streams._search.times_ms)
+        two_streams.remove()
+        torch.cuda.synchronize()
+        assert device.faults == []
+    assert tried == [Setting(False), Setting(True), Setting(True, layers=frozenset({"6", "8"}))]
+    assert str(tried[2]) == "two streams for 2 layers"
+    assert all(torch.equal(one, other) for one, other in zip(train(network(), steps=7), weights, strict=True))
 
 
 def test_few_bytes_wait_where_they_are_bounded() -> None:

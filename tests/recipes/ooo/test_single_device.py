@@ -266,7 +266,7 @@ def test_layers_that_a_fit_chose_are_those_of_the_drawn_step(monkeypatch: pytest
             raise EnoughError
         return request
 
-    monkeypatch.setattr(search, "layers_to_give", lambda times, passes, rest_s: sorted(times)[:1])
+    monkeypatch.setattr(search, "layers_to_give", lambda times, passes, rest_s: (sorted(times)[:1], 0.5))
     monkeypatch.setattr(advise_worker, "next_request", next_request)
     torch.set_num_threads(2)
     server = single_device.Server()
