@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from retime.foundations.measure import spread
+from retime.recipes.core.age import changed
 from retime.recipes.core.claims import show
-from retime.recipes.core.machine import changed
 from retime.recipes.core.recipe import Recipe, recipe_of
 from retime.recipes.core.results import FILE, Point, Result, heading, label_of, load, markdown_table, ratio, sizes
 from retime.recipes.page_figures import fill

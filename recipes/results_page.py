@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from retime.recipes.core.age import CURRENT, age, changed
 from retime.recipes.core.claims import PACKAGES, Comparison, Paper, Published, amount, paper, show
-from retime.recipes.core.machine import age, changed
 from retime.recipes.core.recipe import Recipe, recipe_of, slug
 from retime.recipes.core.results import Result, markdown_table
 from retime.recipes.core.verdicts import Judged, Value, Verdict, counted, judge, values_of
@@ -40,9 +40,9 @@ _LEGEND = (
     "- *Not measured*: the recipe is there, a recorded value is not. *Needs hardware*: with the command. *No recipe*:",
     "  what is missing. *Tested, no number*: algorithms and equations that have nothing to measure.",
     "- *Evidence*: `experiment=NAME` of `python -m retime.recipes`, and what it took. *Changed tree*: measured with",
-    "  changes that were not committed. *Stale*: commits since then touch the code that ran. *Tries*: least and most",
-    "  median of all measurements with the same settings on the same machine, at the place where they differ most; the",
-    "  newest is judged.",
+    "  changes that were not committed. *Stale*: in so many of the files that ran the code is another now, comments",
+    "  and docstrings apart. *Tries*: least and most median of all measurements with the same settings on the same",
+    "  machine, at the place where they differ most; the newest is judged.",
     "- A speedup is confirmed within a quarter of the paper's gain, unless the claim is a bound, a trend or a count.",
     "  Rows *beside* are ours, as of a stronger peer, and not counted.",
 )
@@ -99,7 +99,7 @@ def page(results: Mapping[Path, Result], folder: Path, age: Age = age) -> str:
         return "\n".join(["# Results", "", *index(results, folder)]) + "\n"
     read = {name for one in papers for name in one.results}
     beyond = {path: result for path, result in results.items() if name_of(path, folder) not in read}
-    lines = [*_head(papers, results.values()), "## What holds and what does not", "", *_sentences(papers), ""]
+    lines = [*_head(papers, results.values()), "## What holds and what does not", "", *_sentences(papers, age), ""]
     lines += [f"![Speedups of the papers beside ours]({PICTURE})", ""]
     lines += ["## What we found in the papers", "", *_findings(papers), ""]
     for one in papers:
@@ -130,8 +130,8 @@ def _head(papers: Sequence[JudgedPaper], results: Collection[Result]) -> list[st
     return [*lines, *markdown_table(heading, rows), "", *_LEGEND, ""]
 
 
-def _sentences(papers: Sequence[JudgedPaper]) -> list[str]:
-    """Three sentences a paper: how many claims have which verdict, where some hold, and where some do not."""
+def _sentences(papers: Sequence[JudgedPaper], age: Age) -> list[str]:
+    """Four sentences a paper: how many claims have which verdict, where some hold or do not, and what is current."""
     lines = []
     for one in papers:
         counts = counted(one.claims)
@@ -142,9 +142,16 @@ def _sentences(papers: Sequence[JudgedPaper]) -> list[str]:
         lines.append(
             f"- **{one.paper.paper}**, {sum(counts[verdict] for verdict in decided)} claims with values here: {parts}. "
             + (f"Some hold: {good}. " if good else "None holds. ")
-            + (f"Some do not: {bad}." if bad else "None fails.")
+            + (f"Some do not: {bad}. " if bad else "None fails. ")
+            + _current(one, age)
         )
     return lines
+
+
+def _current(one: JudgedPaper, age: Age) -> str:
+    kinds = {claim.published.result: claim.kind for claim in one.claims if claim.published.result in one.results}
+    ages = [age(one.results[name], one.paper.code_of(name, kind)) for name, kind in kinds.items()]
+    return f"Results of the code as it stands: {ages.count(CURRENT)} of {len(ages)}."
 
 
 def _places(one: JudgedPaper, *verdicts: Verdict) -> str:
@@ -258,7 +265,7 @@ def evidence(one: JudgedPaper, claim: Judged, folder: Path, age: Age) -> str:
     if result is None:
         return "no result yet"
     taken = duration(sum(point.seconds for point in result.points))
-    code = one.paper.code.get(claim.kind, one.paper.code.get("measured", []))
+    code = one.paper.code_of(published.result, claim.kind)
     words = [f"[`{result.name}`]({published.result}/result.md)", taken, age(result, code)]
     words += [tried(claim)] if claim.before else []
     return ", ".join([*words, *(["changed tree"] if changed(result) else [])])

@@ -175,7 +175,7 @@ class Paper:
     letter: str  # in front of the claims' numbers
     authors: str  # with the year
     title: str  # of the paper
-    # by kind of evidence, the folders whose code ran; commits that touch them make a result stale
+    # by kind of evidence, or by result where that has others, the folders and files whose code ran
     code: dict[str, list[str]]
     sizes: dict[str, str] = field(default_factory=dict)  # by result, what was measured there and the paper's size
     findings: list[Finding] = field(default_factory=list)  # what we found in the paper
@@ -185,6 +185,10 @@ class Paper:
     tables: dict[str, Any] = field(default_factory=dict)  # printed ones, by name, that recipes compute from
     # what this project wants to reach, by name: fields of a :class:`Target`, or values by case
     targets: dict[str, Any] = field(default_factory=dict)
+
+    def code_of(self, result: str, kind: str) -> list[str]:
+        """The folders and files whose code a result of this kind ran."""
+        return self.code.get(result) or self.code.get(kind) or self.code.get("measured", [])
 
     def claim(self, name: str) -> Claim:
         """The claim or number `name` as recipes compare with it; KeyError if it is not there or has no value."""

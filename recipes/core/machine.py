@@ -1,7 +1,6 @@
-"""Where a number was measured, whether that machine was quiet, and how old the number is.
+"""Where a number was measured, and whether that machine was quiet.
 
-Where: processor, accelerator, memory, software versions, commit. How old: whether that commit is part of the history,
-and how many commits since have changed the code that ran.
+Where: processor, accelerator, memory, software versions, commit.
 """
 
 import importlib.metadata
@@ -9,14 +8,10 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import psutil
 import torch
-
-from retime.recipes.core.results import Result
 
 
 def need_gpu_each(device: str, ranks: int) -> None:
@@ -37,8 +32,6 @@ _ALLOCATOR_VARIABLES = (
 _PACKAGES = ("torch", "lightning", "lightning-retime", "numpy", "transformers")
 CHANGED = "+changes"
 """What a commit ends in if the working tree had changes that were not committed, of recorded results apart."""
-CURRENT, LOST, UNKNOWN = "current", "commit not in the history", "age unknown"
-"""Ages."""
 QUIET_LOAD, QUIET_PERCENT = 0.5, 20
 """A quiet machine's load average, and what another process may take of a core there."""
 
@@ -96,10 +89,10 @@ def gpus() -> list[str]:
 
 def commit() -> str | None:
     """The commit of the checkout these recipes run from, with `CHANGED` if it is not clean; None outside one."""
-    if not _git("ls-files", Path(__file__).name):
+    if not git_says("ls-files", Path(__file__).name):
         return None  # installed into a folder that happens to lie in somebody else's repository
-    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", ":(top,exclude)results")
-    head = _git("rev-parse", "--short=12", "HEAD")
+    changes = git_says("status", "--porcelain", "--untracked-files=no", "--", ":(top)", ":(top,exclude)results")
+    head = git_says("rev-parse", "--short=12", "HEAD")
     return None if changes is None or head is None else head + (CHANGED if changes else "")
 
 
@@ -113,49 +106,8 @@ def _processor() -> str:
     return platform.processor() or "unknown"
 
 
-def commits(result: Result) -> list[str]:
-    """The commits of a result's points, each once, without the mark of a changed tree."""
-    return list(dict.fromkeys(point.commit.removesuffix(CHANGED) for point in result.points if point.commit))
-
-
-def changed(result: Result) -> bool:
-    """Return whether a point was measured with changes that were not committed."""
-    return any(point.commit is not None and point.commit.endswith(CHANGED) for point in result.points)
-
-
-def age(result: Result, folders: Sequence[str]) -> str:
-    """`current`, `stale, N commits` (that touch `folders` since the oldest commit), or why neither can be said.
-
-    Args:
-        result: whose points carry the commits they were measured at.
-        folders: from the repository's root; of a folder that was moved, commits before that are not counted.
-    """
-    if not commits(result) or not whole():
-        return UNKNOWN
-    if not all(in_history(commit) for commit in commits(result)):
-        return LOST
-    since = max(_touching(commit, tuple(folders)) for commit in commits(result))
-    return f"stale, {since} commit{'s' if since > 1 else ''}" if since else CURRENT
-
-
-@cache
-def whole() -> bool:
-    """Return whether this runs from a checkout of the repository with its whole history."""
-    return _git("rev-parse", "--is-shallow-repository") == "false" and bool(_git("ls-files", Path(__file__).name))
-
-
-@cache
-def in_history(commit: str) -> bool:
-    """Return whether a commit is an ancestor of what is checked out."""
-    return _git("merge-base", "--is-ancestor", commit, "HEAD") is not None
-
-
-@cache
-def _touching(commit: str, folders: tuple[str, ...]) -> int:
-    return int(_git("rev-list", "--count", f"{commit}..HEAD", "--", *(f":(top){folder}" for folder in folders)) or 0)
-
-
-def _git(*arguments: str) -> str | None:
+def git_says(*arguments: str) -> str | None:
+    """Return what git prints for a command, in the repository that this file lies in; None where it fails."""
     return _printed("git", *arguments)
 
 

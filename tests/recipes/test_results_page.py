@@ -8,7 +8,7 @@ import pytest
 
 from retime.foundations.measure import spread
 from retime.recipes import report, results_index
-from retime.recipes.core import machine
+from retime.recipes.core import age
 from retime.recipes.core.charts import MOST_PIXELS
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.results import FILE, Point, Result, Row, load
@@ -18,7 +18,7 @@ from retime.recipes.results_page import JudgedPaper, evidence, judged_papers, na
 from retime.recipes.results_picture import LEAST, draw, drawable
 
 RESULTS = Path(__file__).parents[2] / "results"
-AGE = re.compile(r"stale, \d+ commits?|current|commit not in the history|age unknown")
+AGE = re.compile(r"as it stands: \d+ of \d+|stale, \d+ of \d+ files|current|commit not in the history|age unknown")
 PEERS_TO_COME: set[str] = set()  # rows of recipes that no record has yet
 
 
@@ -77,33 +77,10 @@ def test_claims_of_a_paper_cite_its_value(papers: list[JudgedPaper]) -> None:
 
 
 def test_commits_are_in_the_history(recorded: dict[Path, Result]) -> None:
-    if not machine.whole():
+    if not age.whole():
         pytest.skip("no checkout with the whole history")
-    commits = {name_of(path, RESULTS): machine.commits(result) for path, result in recorded.items()}
-    assert {name for name, those in commits.items() if not all(map(machine.in_history, those))} == set()
-
-
-def test_age_counts_commits_that_touch_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
-    answers = {"rev-parse": "false", "ls-files": "history.py", "merge-base": "", "rev-list": "3"}
-
-    def git(*arguments: str) -> str | None:
-        asked.append(arguments)
-        return None if "lost" in arguments else answers[arguments[0]]
-
-    for cached in (machine.whole, machine.in_history, machine._touching):
-        monkeypatch.setattr(machine, cached.__name__, cached.__wrapped__)
-    monkeypatch.setattr(machine, "_git", git)
-    result = Result("demo", "a.Recipe", "a-paper", "Figure 1", "A title", [made_up("abc+changes", 1)])
-    assert machine.age(result, ["mechanisms/scan"]) == "stale, 3 commits"
-    assert ("rev-list", "--count", "abc..HEAD", "--", ":(top)mechanisms/scan") in asked
-    answers["rev-list"] = "0"
-    assert machine.age(result, ["recipes/bppsa"]) == "current"
-    result.points.append(made_up("lost", 2))
-    assert machine.age(result, ["recipes/bppsa"]) == "commit not in the history"
-    answers["rev-parse"] = "true"
-    assert machine.age(result, ["recipes/bppsa"]) == "age unknown"
-    assert machine.changed(result)
+    commits = {name_of(path, RESULTS): age.commits(result) for path, result in recorded.items()}
+    assert {name for name, those in commits.items() if not all(map(age.in_history, those))} == set()
 
 
 def test_a_line_says_machine_days_duration_and_tree(monkeypatch: pytest.MonkeyPatch) -> None:
