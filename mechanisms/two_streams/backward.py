@@ -33,9 +33,9 @@ from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.fusion import BackwardFusion, FusedParameter, FusionReport, check_can_fuse_in_backward
 from retime.mechanisms.two_streams.graph import GraphedPart, GraphReport, parts_of, report_of
 from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, Parameters, SplitLayer, split_layers
+from retime.mechanisms.two_streams.regions import RegionProfile
 from retime.mechanisms.two_streams.search import (
     STEPS_TO_SECOND_LOOK,
-    PairProfile,
     Profile,
     Search,
     Setting,
@@ -206,7 +206,7 @@ class TwoStreamBackward:
         self._chosen = None if layers is None else _chosen(layers, self._layers)
         self._hooked: dict[SplitLayer, str] = {}
         self._sub: SubStream | None = None
-        self._profile: Profile | None = None
+        self._profile: Profile | RegionProfile | None = None
         self._to_try: list[Setting] = []
         self._search: Search | None = None
         self._second_look: dict[int, Search] = {}
@@ -344,7 +344,7 @@ class TwoStreamBackward:
             self._first = layer
             self._begin(layer.module.weight.device)
         elif self._profile is not None and self._profile.next_step():
-            self._use(self._to_try[-1])
+            self._use(self._profile.setting(self._to_try[-1]))
         elif self._to_try:
             if self._profile is not None:
                 self._to_try, self._profile = self._profile.end(self._to_try), None
@@ -385,7 +385,7 @@ class TwoStreamBackward:
                 f"differently in the last bits: threads=({threads}, {threads}) keeps them"
             )
         if self._chosen is None and not self._fusions and not self._parts:
-            self._profile = (PairProfile if has_streams(device) else Profile)(self._layers)
+            self._profile = RegionProfile(device, self._most_bytes) if has_streams(device) else Profile(self._layers)
         self._to_try = with_layers(settings, self._chosen)
         self._use(Setting(True, threads, threads, threads))
 
@@ -427,7 +427,7 @@ class TwoStreamBackward:
             self._sub.close()
             self._sub = None
         if setting.two_streams:
-            self._sub = sub_stream_of(self._device, setting.sub_threads)
+            self._sub = sub_stream_of(self._device, setting.sub_threads, setting.places)
         self._set_threads(setting.forward_threads)
 
     def _set_threads(self, threads: int) -> None:
@@ -456,11 +456,11 @@ class TwoStreamBackward:
             return False
         waiting = self.begin_pass()
         self._set_threads(now.main_threads)
-        if self._profile is not None:
-            self._profile.want(layer)
+        job = Job(compute, size_bytes, layer.name)
+        if self._profile is not None and not self._profile.want(layer, job):
             return False
         before = [(p, p.grad, -1 if p.grad is None else version_of(p.grad)) for p in parameters if p is not None]
-        one = _Waiting(layer, parameters, Job(compute, size_bytes), before)
+        one = _Waiting(layer, parameters, job, before)
         self._put_updates_behind(one, compute)
         waiting.append(one)
         sub.give(one.job)

@@ -1,11 +1,8 @@
 """Which way of running a step is the fastest: a profile of its layers, and a short search, in the first steps.
 
-The profile is that of Algorithm 1 (Oh et al. 2022, section 4.1), with a layer as a region. On a CPU, whose streams have
-cores of their own, weight gradients go to the sub-stream greedily, by how much time of the main stream they free. On
-CUDA, whose streams share the device, each layer's two gradients run in turn and beside each other, and those go that
-gain. All begin as soon as they are ready: the regions of the next forward pass, where Algorithm 1 puts many, begin
-behind ``optimizer.step()``, which needs them. In simulation its places are 1.00 to 1.10 times as fast
-(:func:`retime.schedules.joint_schedule`, recipe ``ooo_fig7_simulated``).
+The profile is that of Algorithm 1 (Oh et al. 2022, section 4.1). On a CPU, whose streams have cores of their own, a
+layer is a region: weight gradients go to the sub-stream greedily, by how much time of the main stream they free. CUDA's
+streams share the device, and have :class:`retime.mechanisms.two_streams.regions.RegionProfile`.
 """
 
 from __future__ import annotations
@@ -19,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.foundations.streams import SideStream, has_streams
+from retime.foundations.streams import has_streams
 from retime.mechanisms.two_streams.layers import Kernels, SplitLayer
+from retime.mechanisms.two_streams.sub_stream import Job
 
 BLOCK_STEPS = 4
 """Steps in a row with one setting; the first of them is not counted."""
@@ -46,6 +44,8 @@ class Setting:
         sub_threads: of each kernel of the sub-stream.
         graph: whether parts of the model are replayed as CUDA graphs.
         layers: names of those whose weight gradients run on the sub-stream; None: of all that can.
+        places: on CUDA, names of layers whose weight gradients wait, each with that of the layer whose output gradient
+            they wait for; all others run as soon as they are ready.
     """
 
     two_streams: bool
@@ -54,6 +54,7 @@ class Setting:
     sub_threads: int = 0
     graph: bool = False
     layers: frozenset[str] | None = None
+    places: frozenset[tuple[str, str]] = frozenset()
 
     def __str__(self) -> str:
         if self.graph:
@@ -63,7 +64,7 @@ class Setting:
             return "plain" + (f" with {self.forward_threads} thread{many}" if self.forward_threads else "")
         few = "" if self.layers is None else f" for {len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
         if not self.forward_threads:
-            return f"two streams{few}"
+            return f"two streams{few}" + (f", {len(self.places)} of them in later regions" if self.places else "")
         return f"two streams{few} with {self.main_threads} + {self.sub_threads} threads, {self.forward_threads} forward"
 
 
@@ -152,10 +153,8 @@ class Profile:
         layers: of the model; their kernels are timed until :meth:`end`.
     """
 
-    kernels = _TimedKernels
-
     def __init__(self, layers: Iterable[SplitLayer]) -> None:
-        self._timed = {layer: self.kernels(layer.kernels) for layer in layers}
+        self._timed = {layer: _TimedKernels(layer.kernels) for layer in layers}
         for layer, timed in self._timed.items():
             layer.kernels = timed
         self._steps = 0
@@ -167,6 +166,10 @@ class Profile:
         self._steps += 1
         return self._steps <= PROFILE_STEPS
 
+    def setting(self, setting: Setting) -> Setting:
+        """Return how the step that begins is run, given the setting with two streams."""
+        return setting
+
     def begin_backward(self) -> None:
         """The first weight gradient of a backward pass is about to be computed."""
         self._began = time.perf_counter()
@@ -175,23 +178,21 @@ class Profile:
         """A backward pass is at its end."""
         self._backward_s.append(time.perf_counter() - self._began)
 
-    def want(self, layer: SplitLayer) -> None:
-        """The gradients that this layer computes next could run apart."""
+    def want(self, layer: SplitLayer, job: Job) -> bool:
+        """The gradients that this layer computes next could run apart; return whether they are to."""
         self._timed[layer].is_wanted = True
+        return False
 
     def end(self, settings: Sequence[Setting]) -> list[Setting]:
         """Time no more, and return the settings with the layers whose weight gradients are worth giving away."""
-        self._give_kernels_back()
+        for layer, timed in self._timed.items():
+            if layer.kernels is timed:
+                layer.kernels = timed.kernels
         times = {layer.name: timed.times for layer, timed in self._timed.items() if timed.times.weight}
         passes = max(1, len(self._backward_s))
         in_layers_s = sum(sum(one.output) + sum(one.weight) + sum(one.both) for one in times.values())
         names, sub_share = layers_to_give(times, passes, (sum(self._backward_s) - in_layers_s) / passes)
         return with_layers([_split(one, sub_share) for one in settings], names) if names else list(settings)
-
-    def _give_kernels_back(self) -> None:
-        for layer, timed in self._timed.items():
-            if layer.kernels is timed:
-                layer.kernels = timed.kernels
 
 
 def _split(setting: Setting, sub_share: float) -> Setting:
@@ -236,53 +237,6 @@ def layers_to_give(times: Mapping[str, LayerTimes], passes: int, rest_s: float) 
             main_s, sub_s, shortest_s = main_then_s, sub_then_s, length_s
             names.append(name)
     return names, sub_s / (main_s + sub_s or 1.0)
-
-
-class _PairedKernels(_TimedKernels):
-    """A layer's kernels on CUDA; a wanted call runs both gradients again, in turn and then beside each other."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        super().__init__(kernels)
-        self.events: list[list[torch.cuda.Event]] = []
-        """Before the two, between the two ways, and behind them."""
-
-    def _timed(self, what: str, compute: Callable[..., Any], *arguments: Any) -> Any:
-        return self._pair(*arguments) if what == "both" else compute(*arguments)
-
-    def _pair(self, gradient: Tensor, x: Tensor, weight: Tensor, *needs: bool) -> None:
-        side = SideStream(gradient.device)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
-        events[0].record()
-        self.kernels.both(gradient, x, weight, *needs)
-        events[1].record()
-        with side.after_current(hold=[gradient, x, weight]):
-            beside = self.kernels.weight_gradients(gradient, x, weight, *needs)
-        self.kernels.output_gradient(gradient, x, weight)
-        side.join()
-        del beside  # written by then
-        events[2].record()
-        self.events.append(events)
-
-
-class PairProfile(Profile):
-    """Times each layer's output gradient and weight gradient on CUDA: one after the other, and on two streams."""
-
-    kernels = _PairedKernels
-
-    def end(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Time no more, and return the settings, and two streams for the layers that gain, if only some do."""
-        self._give_kernels_back()
-        gains: dict[str, float] = {}
-        for layer, timed in self._timed.items():
-            assert isinstance(timed, _PairedKernels)
-            if timed.events:
-                timed.events[-1][-1].synchronize()
-                ms = [(one.elapsed_time(two), two.elapsed_time(three)) for one, two, three in timed.events]
-                in_turn_ms, beside_ms = (statistics.median(each) for each in zip(*ms, strict=True))
-                gains[layer.name] = in_turn_ms / beside_ms
-        names = [name for name, gain in gains.items() if gain >= LEAST_GAIN]
-        some = [replace(settings[-1], layers=frozenset(names))] if 0 < len(names) < len(gains) else []
-        return [*settings, *some]
 
 
 class Search:

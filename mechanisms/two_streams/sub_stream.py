@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -41,12 +41,14 @@ class Job:
     Args:
         compute: returns them; it holds what they are computed from.
         size_bytes: of the tensors that would be free without it.
+        layer: its name.
     """
 
-    def __init__(self, compute: Compute, size_bytes: int) -> None:
+    def __init__(self, compute: Compute, size_bytes: int, layer: str) -> None:
         self.compute: Compute | None = compute
         """None: it has run, or is at it."""
         self.size_bytes = size_bytes
+        self.layer = layer
         self.gradients: Sequence[Tensor | None] = ()
         self.error: BaseException | None = None
         self.on_sub_stream = False
@@ -206,18 +208,31 @@ class DeviceStream:
 
     Args:
         device: a CUDA device.
+        places: by names of layers whose jobs are held back, those of the layers whose jobs they are issued before; a
+            name that no layer has: at the end.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, places: Mapping[str, str]) -> None:
         self._device = device
+        self._places = places
         self._side = SideStream(device)
         self._given_on: set[torch.cuda.Stream] = set()
+        self._held_back: dict[str, list[Job]] = {}
+        """Jobs that are not issued yet, by the layer that they wait for."""
         self.held_bytes = 0
         """Of jobs that the main stream has not waited for."""
 
     def give(self, job: Job) -> None:
-        """Issue it behind everything that the current stream has been given."""
+        """Issue what waits for its layer, and it behind all that the current stream has been given, or hold it back."""
         self.held_bytes += job.size_bytes
+        for earlier in self._held_back.pop(job.layer, ()):
+            self._issue(earlier)
+        if job.layer in self._places:
+            self._held_back.setdefault(self._places[job.layer], []).append(job)
+        else:
+            self._issue(job)
+
+    def _issue(self, job: Job) -> None:
         self._given_on.add(torch.cuda.current_stream(self._device))
         with self._side.after_current(hold=[job.compute]):
             job.run(on_sub_stream=True)
@@ -229,22 +244,34 @@ class DeviceStream:
         return some
 
     def join(self) -> None:
-        """Let the streams wait that gave jobs, and the current one, which is another one in autograd's thread."""
+        """Issue what is held back, and let the streams wait for all jobs."""
+        for jobs in self._held_back.values():
+            for job in jobs:
+                self._issue(job)
+        self.drop()
+
+    def drop(self) -> None:
+        """Issue nothing more, and let the streams wait for what was.
+
+        They are those that gave jobs, and the current one, which is another one in autograd's thread.
+        """
+        self._held_back.clear()
         for stream in self._given_on | {torch.cuda.current_stream(self._device)}:
             with torch.cuda.stream(stream):
                 self._side.join()
         self._given_on.clear()
         self.held_bytes = 0
 
-    drop = close = join
+    close = drop
 
 
 SubStream = CoreStream | DeviceStream
 
 
-def sub_stream_of(device: torch.device, threads: int) -> SubStream:
-    """Return a stream beside the current one of this device, with so many threads a kernel on a CPU."""
-    return DeviceStream(device) if has_streams(device) else CoreStream(threads)
+def sub_stream_of(device: torch.device, threads: int, places: Iterable[tuple[str, str]]) -> SubStream:
+    """Return a stream beside the current one of this device: on a CPU with so many threads a kernel, on CUDA with these
+    places of jobs."""
+    return DeviceStream(device, dict(places)) if has_streams(device) else CoreStream(threads)
 
 
 # Updates on the sub-stream, each right behind its weight gradient.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from retime.mechanisms.two_streams import Setting, TwoStreamBackward
-from retime.mechanisms.two_streams.search import PROFILE_STEPS
+from retime.mechanisms.two_streams.regions import END, RegionProfile
 from retime.mechanisms.two_streams.sub_stream import DeviceStream
 from support.failing import FailsBackward
 from support.simulated_cuda import ORDERS, simulated_cuda
@@ -65,19 +65,41 @@ def test_weights_are_the_plain_ones_and_nothing_races(order: str, options: dict[
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_profile_of_pairs_finds_the_layers_that_gain_beside_each_other(order: str) -> None:
-    """In turn a linear layer's kernels take 3 ms here and 2 beside each other, a convolution's take 1 in both ways."""
-    model = network()
+def test_the_profile_of_regions_changes_no_bit(order: str) -> None:
+    model, steps = network(), 2 + RegionProfile.STEPS
     with simulated_cuda(order) as device:
         two_streams = TwoStreamBackward(model)
-        weights = train(model, steps=2 + PROFILE_STEPS)
+        weights = train(model, steps=steps)
         tried = list(two_streams._search.times_ms)
         two_streams.remove()
         torch.cuda.synchronize()
         assert device.faults == []
-    assert tried == [Setting(False), Setting(True), Setting(True, layers=frozenset({"6", "8"}))]
-    assert str(tried[2]) == "two streams for 2 layers"
-    assert all(torch.equal(one, other) for one, other in zip(train(network(), steps=7), weights, strict=True))
+    assert tried[:2] == [Setting(False), Setting(True)]
+    backward = ["8", "6", "2", "0"]
+    assert all(backward.index(name) < backward.index(later) for one in tried[2:] for name, later in one.places if later)
+    assert all(torch.equal(one, other) for one, other in zip(train(network(), steps=steps), weights, strict=True))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("options", [{}, {"max_memory": 1000}], ids=["free", "bounded"])
+def test_weight_gradients_that_wait_for_later_regions_change_no_bit(order: str, options: dict[str, Any]) -> None:
+    model, places = network(), frozenset({("8", "2"), ("6", "2"), ("2", END)})
+    with simulated_cuda(order) as device:
+        two_streams = TwoStreamBackward(model, threads=(1, 1), **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        train(model, optimizer, steps=1)
+        two_streams._use(Setting(True, places=places))
+        weights = train(model, optimizer)
+        report = two_streams.report()
+        two_streams.remove()
+        torch.cuda.synchronize()
+        assert device.faults == []
+    plain = network()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    train(plain, optimizer, steps=1)
+    assert all(torch.equal(one, other) for one, other in zip(train(plain, optimizer), weights, strict=True))
+    assert report.sub_stream == 4 * STEPS
+    assert not options or report.held_bytes <= 1000
 
 
 def test_few_bytes_wait_where_they_are_bounded() -> None:

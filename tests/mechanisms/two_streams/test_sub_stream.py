@@ -120,7 +120,7 @@ def test_the_thread_has_its_number_of_kernel_threads_and_the_main_one_keeps_its_
     assert torch.get_num_threads() == 2
     assert [thread.daemon for thread in sub_threads()] == [True]
     counts = [0]
-    sub.give(Job(lambda: counts.append(torch.get_num_threads()) or (), 0))
+    sub.give(Job(lambda: counts.append(torch.get_num_threads()) or (), 0, "layer"))
     while len(counts) == 1:
         time.sleep(0.001)
     assert counts == [0, 3]
