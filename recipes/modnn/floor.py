@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+from torch import nn
+
 from retime.foundations.measure import spread
 from retime.mechanisms.memory_budget import StepMemory
 from retime.recipes.core import charts
@@ -23,6 +25,7 @@ GB = 1e9
 MEMORY = "memory"
 IDEAL, PEAK = "ideal, nothing reused (as the paper's)", "ideal, memory reused (torch's step)"
 EQ_7, EQ_7_GRADIENTS = "Eq. 7, weights stay (as the paper's)", "Eq. 7, gradients stay too"
+LINEAR = "weights of linear layers (%)"
 FLOOR, NO_WEIGHTS = "floor of the replay (torch's step)", "Eq. 7, weights offloaded too (as the paper's)"
 
 
@@ -56,6 +59,7 @@ class Floors(NetworkRecipe):
         facts = {
             "batch size": network.batch_size,
             "weights GB": round(weights / GB, 4),
+            LINEAR: _linear_percent(network.step(1).module),
             "of the floor, weights, gradients and the whole batch GB": round(floor.resident_bytes / GB, 4),
             "largest task of Eq. 7": f"{eq_7.task.split(' ', 1)[1]} of {eq_7.layer or 'the model'}",
             "at the floor": str(floor.task),
@@ -163,6 +167,11 @@ def cross(axes: Any, place: float, index: int, points_beside: float = 0.0) -> No
     """A cross on the axis, where a way does not fit, in that way's colour."""
     moved = {"xycoords": axes.get_xaxis_transform(), "xytext": (points_beside, 2), "textcoords": "offset points"}
     axes.annotate("x", (place, 0), ha="center", fontsize=8, color=charts.COLOURS[index], **moved)
+
+
+def _linear_percent(model: nn.Module) -> float:
+    linear = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
+    return round(100 * linear / sum(parameter.numel() for parameter in model.parameters()), 2)
 
 
 def _ratio(point: Point, above: str, below: str) -> float:

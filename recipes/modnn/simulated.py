@@ -113,6 +113,7 @@ def _algorithms(
 ALL_THERE_IS = 1 << 62
 """Bytes of a device that is large enough."""
 BATCH, SLOWER, MOVED, MEMORY = "batch", "time over ideal", "moved", "memory of the ideal"
+SUB_BATCH, NEEDED = "sub-batch", "needed at least"
 IDEAL, MODNN, PAPERS_RULES = "ideal", "moDNN", "moDNN, the paper's rules alone"
 FASTEST = "moDNN, the paper's rules with the fastest algorithms"
 VDNN_ALL, VDNN_CONV = "vDNN, all layers", "vDNN, convolutions"
@@ -163,12 +164,14 @@ class SimulatedK40(NetworkRecipe):
                 plan = plan_with(graph, batch, budget_bytes, bandwidth)
             except BudgetError as refusal:
                 facts["does not fit"][way] = f"needs {refusal.floor_bytes / GB:.1f} GB"
+                rows.append(Row(way, NEEDED, "GB", [round(refusal.floor_bytes / GB, 3)]))
                 continue
             facts["sub-batches of"][way] = plan.sub_batch
             rows += [
                 Row(way, BATCH, "ms", [round(plan.batch_ms, 3)]),
                 Row(way, SLOWER, "x", [round(plan.batch_ms / ideal_ms, 4)]),
                 Row(way, MOVED, "GB", [round(plan.moved_bytes() / GB, 3)]),
+                Row(way, SUB_BATCH, "samples", [plan.sub_batch]),
             ]
         return Measured(rows, facts)
 

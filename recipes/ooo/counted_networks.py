@@ -43,6 +43,8 @@ ISSUE_MS = 0.060
 
 ONE, READY = "one stream", "two streams, weight gradients once ready"
 JOINT, PAPERS = "two streams, Algorithm 1", "two streams, as Figure 8 places them"
+BACKWARD_ONLY = "two streams, Algorithm 1 within the backward pass"
+BARRIERS = "two streams, a layer's gradients at once and a barrier behind them"
 MEMORY_SHARE = 1.1
 """Of one stream's peak that Algorithm 1 may take, as in section 8.2."""
 
@@ -206,6 +208,19 @@ def placed_as_figure_8(network: CountedNetwork) -> TwoStreamSchedule:
     return TwoStreamSchedule(regions, tuple(sub))
 
 
+def _placed_in_backward_pass(network: CountedNetwork, profile: schedules.Profile) -> TwoStreamSchedule:
+    """Algorithm 1 where ``optimizer.step()`` stands before the next forward pass, which has no places then."""
+    count = len(network.blocks)
+    backward, forward = network.regions[:count], network.regions[count:]
+    last = schedules.Region("F", tuple(task for region in forward for task in region.tasks))
+    profile = schedules.Profile(
+        profile.main_ms,
+        {task: [*times[:count], math.inf] for task, times in profile.sub_ms.items()},
+        {task: [*gains[:count], 0.0] for task, gains in profile.speedup.items()},
+    )
+    return schedules.joint_schedule((*backward, last), profile)
+
+
 def simulated_plans(
     network: CountedNetwork, names: Iterable[str], profile: schedules.Profile | None = None
 ) -> dict[str, TwoStreamTimeline]:
@@ -213,7 +228,7 @@ def simulated_plans(
 
     Args:
         network: the layers.
-        names: of ``READY``, ``JOINT`` and ``PAPERS``.
+        names: of ``READY``, ``JOINT``, ``BACKWARD_ONLY`` and ``PAPERS``.
         profile: of its regions; counted unless given.
     """
     regions, buffers = network.regions, network.buffers()
@@ -226,11 +241,26 @@ def simulated_plans(
             plan = schedules.joint_schedule(regions, profile, prescheduled=len(regions))
         elif name == PAPERS:
             plan = placed_as_figure_8(network)
+        elif name == BACKWARD_ONLY:
+            plan = _placed_in_backward_pass(network, profile)
         else:
             max_bytes = int(MEMORY_SHARE * timelines[ONE].timeline.peak_bytes)
             plan = schedules.joint_schedule_within(max_bytes, regions, profile, buffers)
         timelines[name] = simulate_two_streams(plan, network.kernels, network.device(), buffers=buffers)
     return timelines
+
+
+def barriers_ms(network: CountedNetwork) -> float:
+    """The step of section 8.2's simpler order, where the streams wait for each other behind each layer's gradients."""
+    device, step_ms = network.device(), 0.0
+    for task in [task for region in network.regions for task in region.tasks]:
+        if task.kind is Kind.O:
+            beside = Task(Kind.W, task.layer), Task(Kind.U, task.layer)
+            layer = TwoStreamSchedule((schedules.Region("R1", (task,)),), (beside,))
+            step_ms += simulate_two_streams(layer, network.kernels, device).makespan_ms
+        else:
+            step_ms += sum(map(device.alone_ms, network.kernels(task)))
+    return step_ms
 
 
 def forward_ms(network: CountedNetwork) -> list[float]:

@@ -19,7 +19,17 @@ from retime.recipes.core.recipe import Measured, SimulatedRecipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.ooo import claims
 from retime.recipes.ooo import counted_networks as counted
-from retime.recipes.ooo.counted_networks import CAPACITY, JOINT, ONE, PAPERS, READY, SETUP_MS, CountedNetwork
+from retime.recipes.ooo.counted_networks import (
+    BACKWARD_ONLY,
+    BARRIERS,
+    CAPACITY,
+    JOINT,
+    ONE,
+    PAPERS,
+    READY,
+    SETUP_MS,
+    CountedNetwork,
+)
 from retime.recipes.ooo.model_costs import TITAN_XP, V100
 from retime.recipes.ooo.settings import SimulatedSettings
 from retime.schedules import Kind, Task, TwoStreamSchedule, TwoStreamTimeline, profile_regions, simulate_two_streams
@@ -208,11 +218,15 @@ class Placements(CountedRecipe):
             rows.append(Row(name, MAIN_WAITS, "ms", [round(run.timeline.idle_ms[_MAIN], 4)]))
             rows += [Row(name, f"{r.name} speedup", "x", [round(r.speedup, 4)]) for r in run.regions]
         second, blocks = network.regions[1].tasks, network.blocks
+        fifth = [kernel for task in network.regions[len(blocks)].tasks for kernel in network.kernels(task)]
         kernels = [kernel for task in second for kernel in network.kernels(task)]
         last = [network.kernels(Task(Kind.W, layer))[0].thread_blocks for layer in blocks[-1]]
         full = sum(kernel.thread_blocks % CAPACITY == 0 for kernel in kernels)
         facts = {
             f"R2: {_FULL} (%)": 100 * full / len(kernels),
+            "R5: kernels with more thread blocks than the device (%)": (
+                100 * sum(kernel.thread_blocks > CAPACITY for kernel in fifth) / len(fifth)
+            ),
             "R2: setting up (%)": 100 * len(kernels) * SETUP_MS / sum(profile.main_ms[task] for task in second),
             "last block's weight gradients: thread blocks, how many, of": [*Counter(last).most_common(1)[0], len(last)],
             "profiled alone": {
@@ -351,8 +365,9 @@ class Speedups(CountedRecipe):
         return super().points(settings)
 
     def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
-        runs = counted.simulated_plans(network, (READY, JOINT))
+        runs = counted.simulated_plans(network, (READY, JOINT, BACKWARD_ONLY))
         rows = _rows(STEP, "ms", runs, [run.makespan_ms for run in runs.values()])
+        rows += _rows(STEP, "ms", [BARRIERS], [counted.barriers_ms(network)])
         return Measured(rows, {"places idle on one stream": round(runs[ONE].idle_share, 4)})
 
     def compare(self, result: Result) -> list[Comparison]:
@@ -376,6 +391,10 @@ class Speedups(CountedRecipe):
             gains = [_over_one(point, JOINT) for point in points] or [1.0]
             lines.append(f"- {family}: {amount(min(gains), 'x')} to {amount(max(gains), 'x')} over one stream.")
             most.append(max(gains))
+        for name in (JOINT, BACKWARD_ONLY):
+            over = sorted(point.speedup(READY, name, STEP).median for point in result.points)
+            ends = ", ".join(amount(over[place], "x") for place in (0, len(over) // 2, -1))
+            lines.append(f"{name[13:]}, over weight gradients once ready: least, median and most {ends}.")
         verdict = "holds" if most == sorted(most) else "does not hold"
         lines.append(f"ResNet gains less than DenseNet-121, and that less than MobileNet, at most: {verdict}.")
         if shares := _shares(result).values():
