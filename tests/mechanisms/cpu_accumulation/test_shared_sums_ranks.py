@@ -159,14 +159,6 @@ def test_urgent_sums_overtake() -> None:
     reducer.close()
 
 
-@on_ranks(2)
-def test_sizes_that_differ() -> None:
-    reducer = HostReducer()
-    with pytest.raises(RuntimeError, match=r"rank 0 .* brings 5 values of torch\.float32 .* rank 1 .* brings 6 values"):
-        reducer.start(0, torch.ones(5 + RANK)).wait()
-    reducer.close()
-
-
 def killed_in_a_sum() -> None:
     way = sums.host_sums(timeout=timedelta(minutes=10))
     added(way)
