@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import retime
-from support.fusion import network
+from support.fusion import both, network
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
@@ -121,7 +121,7 @@ def test_a_schedulers_wrapper_around_a_mock_does_not_hide_it() -> None:
 
 @retime.declare_per_parameter
 class ZeroesInPlace(torch.optim.SGD):
-    def zero_grad(self) -> None:  # type: ignore[override]
+    def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -129,16 +129,4 @@ class ZeroesInPlace(torch.optim.SGD):
 
 
 def test_forward_fusion_updates_before_a_zero_grad_of_its_own() -> None:
-    weights = []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        optimizer = ZeroesInPlace(model.parameters(), lr=0.1)
-        if fused:
-            retime.fuse_optimizer(model, optimizer, mode="forward")
-        for _ in range(3):
-            model(torch.ones(2, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append(model.state_dict()["weight"].clone())
-    assert torch.equal(*weights)
+    both("forward", lambda p: ZeroesInPlace(p, lr=0.1))
