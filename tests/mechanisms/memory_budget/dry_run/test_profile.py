@@ -55,15 +55,6 @@ def test_a_dry_run_leaves_the_step_as_it_was() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.module.modules())
 
 
-def test_a_recurrent_layer_still_uses_its_own_parameters() -> None:
-    step = step_of("recurrent", "SGD")
-    profile_step(step)
-    step.loss(step.batch).backward()
-    step.optimizers[0].step()
-    flat = step.module.rnn._flat_weights
-    assert all(one is two for one, two in zip(flat, step.module.rnn.parameters(), strict=True))
-
-
 def test_what_stays_is_counted_by_kind() -> None:
     step = step_of("convolutions")
     parameters = sum(parameter.nbytes for parameter in step.module.parameters())
