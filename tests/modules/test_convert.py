@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
-from torch.nn.utils.rnn import pack_sequence
 
 from retime.foundations.messages import NoEffectWarning
 from retime.modules import ScanGRU, ScanLSTM, ScanRNN, convert, convert_back
@@ -111,12 +110,6 @@ def test_short_sequences_run_as_in_torch_bit_for_bit(kind):
         model(x, first if kind is nn.LSTM else first[0])[0].square().sum().backward()
         gradients.append([one.grad for one in model.parameters()])
     assert all(map(torch.equal, *gradients))
-
-
-def test_training_is_torchs_own():
-    plain, scan = Tagger(), Tagger()
-    convert(scan, solver="chunk")
-    assert train(scan) == pytest.approx(train(plain), rel=1e-5)
 
 
 def test_a_saved_model_converted_trained_and_converted_back(tmp_path):
@@ -344,11 +337,3 @@ def test_compiled_before_conversion():
         convert(model)
         after = compiled(batch())
     assert torch.equal(before, after)
-
-
-def test_packed_input_of_a_converted_model():
-    plain = nn.GRU(WIDTH, HIDDEN, bidirectional=True)
-    scan = copy.deepcopy(plain)
-    convert(scan, solver="chunk")
-    data = pack_sequence([torch.randn(n, WIDTH) for n in (3, 5)], enforce_sorted=False)
-    assert torch.equal(scan(data)[1], plain(data)[1])

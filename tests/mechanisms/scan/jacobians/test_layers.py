@@ -186,11 +186,6 @@ def test_what_is_unknown_says_why(layer: nn.Module, shape: tuple[int, ...], reas
         jacobian_of(layer, torch.Size(shape))
 
 
-def test_pruning_refuses_nonsense() -> None:
-    with pytest.raises(ValueError, match="ReLU has no convolution or linear layer"):
-        prune_class_blind(nn.ReLU(), 0.5)
-
-
 def sparse(rows: int, columns: int, density: float, samples: int = 1) -> tuple[CsrPattern, Tensor]:
     kept = torch.rand(rows * columns) < density
     pattern = CsrPattern.full(rows, columns).only(kept)
@@ -246,11 +241,6 @@ def test_matrix_times_vector(density: float, samples: int) -> None:
     vectors = torch.randn(7, 4, dtype=torch.double)
     wanted = (dense(pattern, values) @ vectors.t()[:, :, None])[:, :, 0].t()
     torch.testing.assert_close(VectorPlan(pattern)(values, vectors), wanted, rtol=1e-13, atol=1e-14)
-
-
-def test_factors_must_fit() -> None:
-    with pytest.raises(ValueError, match="cannot multiply 3 x 2 by 3 x 2: list the Jacobians from the last layer"):
-        ProductPlan(CsrPattern.full(3, 2), CsrPattern.full(3, 2))
 
 
 @pytest.mark.parametrize("levels", [0, 1, 2, 3, None])
