@@ -52,10 +52,6 @@ def test_first_in_first_out_is_what_two_lanes_do(k):
     assert simulated.compute_ms == pytest.approx(22)
 
 
-def test_figure_4():
-    assert [step([*UNITS, LOSS], k).step_ms for k in range(5)] == pytest.approx([29, 29, 27, 25, 25])
-
-
 def test_every_step_is_alike():
     how = Communication(layer_buckets(UNITS), a_byte_a_millisecond, order="priority", partition_bytes=1)
     ran = [simulate_data_parallel(UNITS, how, k=2, steps=steps) for steps in (2, 3, 5)]

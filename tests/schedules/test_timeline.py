@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from retime.schedules import Kind, Schedule, Span, picture, simulate, write_chrome_trace, write_page, write_png
+from retime.schedules import Kind, Span, picture, write_chrome_trace, write_page, write_png
 from retime.schedules.timeline import COLOURS, colours_of
 from support.browser import CHROMIUM, NO_CHROMIUM, Browser
 
@@ -103,20 +103,6 @@ def test_drawing_leaves_pyplot_alone(tmp_path, monkeypatch):
 def test_a_span_checks_its_times(start_ms, duration_ms):
     with pytest.raises(ValueError, match=f"span 'F1' has .*duration_ms={duration_ms}"):
         Span("F1", "compute", start_ms, duration_ms)
-
-
-def test_a_simulated_timeline_writes_as_it_is(tmp_path):
-    timeline = simulate(Schedule.parse("O2 W2 S2 W1 S1"), {"O": 1, "W": 1, "S": 2}, {"S": "network"})
-    write_chrome_trace(tmp_path / "trace.json", timeline.spans)
-    boxes = [event for event in read_trace(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "X"]
-    assert {box["name"]: (box["ts"], box["dur"]) for box in boxes} == {
-        "O2": (0, 1000),
-        "W2": (1000, 1000),
-        "S2": (2000, 2000),
-        "W1": (2000, 1000),
-        "S1": (4000, 2000),
-    }
-    assert timeline.spans[-1].end_ms == timeline.makespan_ms == 6
 
 
 def test_boxes_start_and_end_at_their_times():

@@ -17,11 +17,6 @@ def test_chunks():
     assert modulo(5, 2).stages_of(0) == (1, 3, 5)
 
 
-def test_uneven_blocks_are_balanced_by_cost():
-    assert block(6, 2, costs=[5, 1, 1, 1, 1, 1]).rank_of == (0, 1, 1, 1, 1, 1)
-    assert block(3, 3, costs=[1, 9, 1]).rank_of == (0, 1, 2)
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_no_contiguous_split_has_a_smaller_largest_block(seed):
     chance = random.Random(seed)
