@@ -12,14 +12,16 @@ from torch import Tensor, nn
 import retime.mechanisms.memory_budget.planner as step_planner
 from retime.foundations.messages import DifferenceWarning
 from retime.foundations.preserve_state.outside import ValueReadError
-from retime.foundations.preserve_state.stand_ins import ScratchModel
+from retime.foundations.preserve_state.stand_ins import LeftBehindError, ScratchModel
 from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep, profile_step, take
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import BATCH, SMALL, Net, loader
+from support.memory_budget import BATCH, SMALL, Net, fit, loader
 
+pytestmark = support.IGNORED
 PLAIN, TIGHT = 700_000, 170_000  # enough for the plain step, but not without a dry run; and not enough
 
 
@@ -198,6 +200,40 @@ def test_a_probed_step_begins_anew_each_time() -> None:
             assert differing({**before, "gradient": None}, held.values()) == []
         step(batch).backward()
     assert differing(before, held.values()) == []
+
+
+history: list[Tensor] = []
+
+
+class Remembers(Net):
+    """The loss follows from those before, which are kept at module level."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        history.append(loss.detach())
+        return loss * (1 + sum(history) / len(history))
+
+
+@pytest.mark.parametrize("budget", [PLAIN, SMALL])
+def test_a_step_that_would_use_what_a_dry_run_left_says_so(budget: int, offloads: None) -> None:
+    history.clear()
+    module, before = Remembers(), Remembers()
+    with pytest.raises(LeftBehindError, match=r"Keep it in an attribute of the model.*dry_run='off'"):
+        fit(module, MemoryBudgetStrategy(budget))
+    support.assert_close(before, module, 0)
+
+
+@pytest.mark.parametrize("dry_run", ["auto", "off"])
+def test_no_dry_run_leaves_anything(dry_run: str) -> None:
+    history.clear()
+    plain = Remembers()
+    fit(plain)
+    expected = history.copy()
+    history.clear()
+    ours = Remembers()
+    fit(ours, MemoryBudgetStrategy(2**30 if dry_run == "auto" else 200_000, dry_run=dry_run))
+    support.assert_close(plain, ours, 0)
+    assert history == expected
 
 
 def own(tensor: Tensor, inputs: Tensor) -> None:
