@@ -144,24 +144,16 @@ def chosen(mode: str, steps: int, batch: int, hidden: int, dtype: torch.dtype = 
     return AUTOGRAD if solver is None else repr(solver)
 
 
-def test_long_narrow_sequences_are_scanned_side_by_side() -> None:
+def test_layers_get_what_is_fastest_for_them() -> None:
+    """Long narrow sequences are scanned side by side, wide layers go step by step, and torch keeps the rest."""
     assert chosen("RNN_TANH", 1000, 1, 20) == "chunk"
     assert chosen("GRU", 10_000, 1, 8) in ("chunk", "blelloch")
-
-
-def test_wide_layers_go_step_by_step() -> None:
     assert chosen("GRU", 1000, 16, 64) == "sequential"
     assert chosen("RNN_RELU", 1000, 1, 256) == "sequential"
-
-
-def test_torch_keeps_what_it_does_faster() -> None:
     assert chosen("GRU", 100, 256, 256) == AUTOGRAD
     assert chosen("RNN_TANH", 1, 1, 8) == AUTOGRAD
     assert chosen("LSTM", 1000, 16, 20) == AUTOGRAD  # one oneDNN kernel for all steps
-
-
-def test_lstm_in_float64_has_no_fused_kernel() -> None:
-    assert chosen("LSTM", 1000, 1, 8, torch.float64) != AUTOGRAD
+    assert chosen("LSTM", 1000, 1, 8, torch.float64) != AUTOGRAD  # which there is none of in float64
 
 
 def test_unknown_devices_keep_torchs_own() -> None:

@@ -65,20 +65,6 @@ def test_convolutions(size: int, stride: int, padding: int, dilation: int, group
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Conv2d(4, 4, (3, 2), (1, 2), (1, 0), (2, 1), 4), (4, 7, 6)),
-        (nn.Conv2d(2, 3, 3, padding="same", dilation=2, bias=False), (2, 6, 5)),
-        (nn.Conv2d(2, 3, 3, padding="valid"), (2, 4, 5)),
-        (nn.Conv1d(2, 3, 4, padding="same", dilation=2), (2, 7)),
-        (nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
-    ],
-)
-def test_other_convolutions(layer: nn.Module, shape: tuple[int, ...]) -> None:
-    check(layer, *shape)
-
-
-@pytest.mark.parametrize(
     ("size", "stride", "padding", "ceil"), list(itertools.product((2, 3), (1, 2, 3), (0, 1), (False, True)))
 )
 def test_poolings(size: int, stride: int, padding: int, ceil: bool) -> None:
@@ -90,6 +76,11 @@ def test_poolings(size: int, stride: int, padding: int, ceil: bool) -> None:
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
+        (nn.Conv2d(4, 4, (3, 2), (1, 2), (1, 0), (2, 1), 4), (4, 7, 6)),
+        (nn.Conv2d(2, 3, 3, padding="same", dilation=2, bias=False), (2, 6, 5)),
+        (nn.Conv2d(2, 3, 3, padding="valid"), (2, 4, 5)),
+        (nn.Conv1d(2, 3, 4, padding="same", dilation=2), (2, 7)),
+        (nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
         (nn.MaxPool2d(2, 1, dilation=2), (2, 7, 6)),
         (nn.MaxPool1d(2), (2, 7)),
         (nn.MaxPool3d(2), (2, 4, 5, 4)),
