@@ -192,26 +192,20 @@ def test_only_the_named_ones():
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("wrong", "message"),
     [
-        (["encoder", "decodr"], r"no such module 'decodr'; there are 'encoder', 'stack.0', 'decoder'"),
-        (["encoder", "head"], "no such module 'head'"),
+        ({"names": ["encoder", "decodr"]}, r"no such module 'decodr'; there are 'encoder', 'stack.0', 'decoder'"),
+        ({"names": ["encoder", "head"]}, "no such module 'head'"),
+        ({"solver": "fast"}, "unknown solver 'fast'"),
     ],
 )
-def test_wrong_names_change_nothing(names, message):
+def test_wrong_names_and_solvers_change_nothing(wrong, message):
     model = Tagger()
     with pytest.raises(ValueError, match=message):
-        convert(model, names=names)
+        convert(model, **wrong)
     assert plain_types(model) == [nn.GRU, nn.LSTM, nn.RNN]
     with pytest.raises(ValueError, match="no such module 'encoder'; there are none"):
         convert_back(model, names=["encoder"])
-
-
-def test_unknown_solver_changes_nothing():
-    model = Tagger()
-    with pytest.raises(ValueError, match="unknown solver 'fast'"):
-        convert(model, solver="fast")
-    assert plain_types(model) == [nn.GRU, nn.LSTM, nn.RNN]
 
 
 # --- what is left as it is

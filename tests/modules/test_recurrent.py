@@ -150,12 +150,6 @@ def test_every_solver(cell, solver):
 
 
 @CELL
-def test_float32_values_are_the_same_bits(cell):
-    plain, scan = pair(cell, dtype=torch.float32, num_layers=2, bidirectional=True)
-    assert_same(plain, scan, torch.randn(T, B, X), tolerance=1e-5)
-
-
-@CELL
 def test_only_the_weights_or_only_the_input(cell):
     plain, scan = pair(cell)
     data = torch.randn(T, B, X, dtype=torch.float64)

@@ -158,6 +158,10 @@ def test_buckets_fill_from_the_last_layer_and_the_first_k_apart():
         (lambda: Link(1, -1), "latency_ms=-1"),
         (lambda: step(THREE, interference=1.0), "interference=1.0: give 0 or more, below 1"),
         (lambda: step(THREE, 4), "k=4: give 0 .* to 3, the number of layers"),
+        (lambda: size_buckets(THREE, 10, k=4), "k=4: give 0"),
+        (lambda: Transfer(0, -1.0), "busy_ms=.*: give a finite number of milliseconds"),
+        (lambda: Transfer(0, math.nan), "busy_ms=.*: give a finite number of milliseconds"),
+        (lambda: Transfer(0, math.inf), "busy_ms=.*: give a finite number of milliseconds"),
         (lambda: step(THREE, buckets=[*layer_buckets(THREE), Bucket(())]), "put each into one, and none empty"),
         (
             lambda: step(THREE, buckets=[Bucket((1, 2))]),

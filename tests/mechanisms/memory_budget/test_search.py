@@ -19,7 +19,7 @@ from retime.mechanisms.memory_budget.search import PlanChoice, part_sizes, searc
 from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.schedules.budget import BudgetError, OffloadPlan
 from retime.schedules.errors import ScheduleError
-from support.profiled_steps import MODELS, SAMPLES, step_of
+from support.profiled_steps import MODELS, SAMPLES, Reads, step_of
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,11 +94,6 @@ def test_scratch_counts_against_the_budget() -> None:
 
 def test_a_step_that_reads_values_is_planned_from_real_runs() -> None:
     torch.manual_seed(0)
-
-    class Reads(nn.Module):
-        def forward(self, values: Tensor) -> Tensor:
-            return values * values.abs().max().item()
-
     layers: list[nn.Module] = []
     for _ in range(4):
         layers += [nn.Linear(64, 64), nn.Tanh()]

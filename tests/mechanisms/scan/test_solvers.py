@@ -31,11 +31,8 @@ def count_products(solver: str, steps: int) -> int:
     return ops.products
 
 
-def test_sequential_makes_one_product_a_step() -> None:
+def test_sequential_makes_one_product_a_step_and_chunk_two_a_step_of_a_chunk_and_one_a_chunk() -> None:
     assert count_products("sequential", 400) == 400
-
-
-def test_chunk_makes_two_products_a_step_of_a_chunk_and_one_a_chunk() -> None:
     assert count_products("chunk:20", 400) == 20 + 20 + 400 // 20
     assert count_products("chunk:20", 403) == 20 + 20 + 400 // 20 + 3
 

@@ -12,7 +12,7 @@ from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, profile_st
 from retime.schedules.budget import BlockKind, OffloadPlan, Phase
 from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.bounds import lower_bound
-from support.profiled_steps import MODELS, SAMPLES, step_of
+from support.profiled_steps import MODELS, SAMPLES, Reads, step_of
 
 
 def everything(step: TrainingStep, sub_batch: int, prefetch: int = 0) -> OffloadPlan:
@@ -106,10 +106,6 @@ def test_sub_batches_add_to_gradients_that_are_there() -> None:
 
 
 def test_a_read_value_is_named_and_a_real_run_follows_it() -> None:
-    class Reads(nn.Module):
-        def forward(self, values: Tensor) -> Tensor:
-            return values * 2 if values.sum().item() > 0 else values
-
     model = nn.Sequential(nn.Linear(3, 3), Reads())
     values = torch.randn(SAMPLES, 3)
     step = TrainingStep(model, values, SAMPLES, lambda batch: model(batch).square().sum())

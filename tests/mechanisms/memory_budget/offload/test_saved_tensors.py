@@ -30,6 +30,11 @@ def host() -> HostMemory:
     return HostMemory("cpu")
 
 
+@pytest.fixture
+def leaf() -> Tensor:
+    return torch.ones(5000, requires_grad=True)
+
+
 def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters()]
 
@@ -172,8 +177,7 @@ def test_a_kept_graph_can_run_backward_again(host: HostMemory) -> None:
     assert host.live_bytes() == 0
 
 
-def test_a_backward_pass_through_a_part_holds_nothing_that_was_fetched_ahead(host: HostMemory) -> None:
-    leaf = torch.ones(1000, requires_grad=True)
+def test_a_backward_pass_through_a_part_holds_nothing_that_was_fetched_ahead(host: HostMemory, leaf: Tensor) -> None:
     with offload_all(host, [leaf], prefetch=3):
         first = leaf.exp()
         second = first.sin().exp()
@@ -320,8 +324,7 @@ def test_passes_are_left_alone_behind_the_last_storage_that_moves(
     assert host.live_bytes() == 0
 
 
-def test_an_error_behind_the_end_leaves_nothing(host: HostMemory) -> None:
-    leaf = torch.ones(1000, requires_grad=True)
+def test_an_error_behind_the_end_leaves_nothing(host: HostMemory, leaf: Tensor) -> None:
     offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 3), host, [leaf])
     for fails in (False, True):
         with suppress(KeyError), offload:
@@ -336,9 +339,8 @@ def test_an_error_behind_the_end_leaves_nothing(host: HostMemory) -> None:
             offload.__enter__()
 
 
-def test_hooks_around_others_go_on_to_the_end(host: HostMemory) -> None:
+def test_hooks_around_others_go_on_to_the_end(host: HostMemory, leaf: Tensor) -> None:
     """Or those around them would be given some passes' tensors, and not others'."""
-    leaf = torch.ones(1000, requires_grad=True)
     offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 3), host, [leaf])
     outer: list[Tensor] = []
     for _ in range(3):
@@ -347,8 +349,7 @@ def test_hooks_around_others_go_on_to_the_end(host: HostMemory) -> None:
     assert outer == []
 
 
-def test_a_short_first_pass_does_not_end_later_ones_early(host: HostMemory) -> None:
-    leaf = torch.ones(1000, requires_grad=True)
+def test_a_short_first_pass_does_not_end_later_ones_early(host: HostMemory, leaf: Tensor) -> None:
     mismatches: list[PlanMismatch] = []
     offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0, 3}), 0, 5), host, [leaf], on_mismatch=mismatches.append)
     for layers in (2, 5, 5):
@@ -360,8 +361,7 @@ def test_a_short_first_pass_does_not_end_later_ones_early(host: HostMemory) -> N
     assert offload.report().storages == 1 + 2 + 2
 
 
-def test_every_17th_pass_is_watched_to_its_end(host: HostMemory) -> None:
-    leaf = torch.ones(1000, requires_grad=True)
+def test_every_17th_pass_is_watched_to_its_end(host: HostMemory, leaf: Tensor) -> None:
     mismatches: list[PlanMismatch] = []
     offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 1), host, [leaf], on_mismatch=mismatches.append)
     for step in range(18):
@@ -372,8 +372,7 @@ def test_every_17th_pass_is_watched_to_its_end(host: HostMemory) -> None:
         assert len(mismatches) == (step == 17)
 
 
-def test_hooks_of_the_model_stay_in_force_when_ours_end(host: HostMemory) -> None:
-    leaf = torch.ones(1000, requires_grad=True)
+def test_hooks_of_the_model_stay_in_force_when_ours_end(host: HostMemory, leaf: Tensor) -> None:
     offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 3), host, [leaf])
     own: list[Tensor] = []
 
@@ -392,9 +391,8 @@ def test_hooks_of_the_model_stay_in_force_when_ours_end(host: HostMemory) -> Non
     assert offload.report().storages == 2
 
 
-def test_an_exception_in_the_forward_pass_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_exception_in_the_forward_pass_leaves_nothing_behind(tmp_path: Path, leaf: Tensor) -> None:
     threads = set(threading.enumerate())
-    leaf = torch.ones(5000, requires_grad=True)
     graphs = []
     with HostDisk(tmp_path) as host:
         offload = offload_all(host, [leaf], in_flight_bytes=10**6)
@@ -417,8 +415,7 @@ def test_an_exception_in_the_forward_pass_leaves_nothing_behind(tmp_path: Path) 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_graph_that_is_dropped_gives_its_space_back(tmp_path: Path) -> None:
-    leaf = torch.ones(5000, requires_grad=True)
+def test_a_graph_that_is_dropped_gives_its_space_back(tmp_path: Path, leaf: Tensor) -> None:
     with HostDisk(tmp_path) as host:
         for _ in range(3):
             with offload_all(host, [leaf]):
@@ -431,9 +428,8 @@ def test_a_graph_that_is_dropped_gives_its_space_back(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_fails_the_forward_pass_or_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaf: Tensor
 ) -> None:
-    leaf = torch.ones(5000, requires_grad=True)
 
     def broken(*args: object) -> int:
         raise OSError(5, "Input/output error")
