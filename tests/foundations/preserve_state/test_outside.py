@@ -19,7 +19,7 @@ from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import BATCH, SMALL, Net, fit, loader
+from support.memory_budget import BATCH, SMALL, Net, fit, loader, run_loop
 
 pytestmark = support.IGNORED
 PLAIN, TIGHT = 700_000, 170_000  # enough for the plain step, but not without a dry run; and not enough
@@ -85,27 +85,11 @@ def step_on(model: nn.Module, read: bool) -> Callable[[Any], Tensor]:
     return step
 
 
-def run(model: nn.Module, step: Callable[[Any], Tensor], steps: int, budget: int | None) -> Any:
-    """Train plainly, or with a budget, whose report is returned."""
-    optimizer, data = torch.optim.SGD(model.parameters(), 0.1), list(loader(steps))
-    budgeted = None if budget is None else BudgetedStep(model, [optimizer], budget, HostMemory("cpu"))
-    for batch in data:
-        optimizer.zero_grad()
-        if budgeted is None:
-            step(batch).backward()
-        else:
-            budgeted.run(step, batch)
-        optimizer.step()
-    if budgeted is not None:
-        budgeted.remove()
-    return budgeted and budgeted.report()
-
-
 def train(budget: int | None, read: bool, steps: int = 4) -> tuple[Net, dict[str, Any], Any]:
     global held
     torch.manual_seed(0)
     held, model = Held(), Net()
-    report = run(model, step_on(model, read), steps, budget)
+    report = run_loop(model, step_on(model, read), list(loader(steps)), budget)
     return model, held.values(), report
 
 
@@ -271,7 +255,7 @@ def test_tensors_are_bound_to_other_memory_once_a_step(
                 bind(tensor, batch[0])
             return F.cross_entropy(model(batch[0]), batch[1]) * (1 + tensor.detach().mean() + tensor.numel() / 100)
 
-        report = run(model, step, 3, budget)
+        report = run_loop(model, step, list(loader(3)), budget)
         assert report is None or report.sub_batches == 3
         return model, tensor
 
