@@ -49,10 +49,7 @@ def test_figure_4_takes_29_28_and_25_units():
     assert [t.makespan_ms for t in (conventional, prioritised, reversed_3)] == [29, 28, 25]
     assert conventional.makespan_ms / reversed_3.makespan_ms == 1.16
     assert prioritised.makespan_ms / reversed_3.makespan_ms == 1.12
-
-
-def test_figure_4_has_another_optimum_at_k_4():
-    assert [figure_4(k).makespan_ms for k in range(5)] == [29, 29, 27, 25, 25]
+    assert [figure_4(k).makespan_ms for k in range(5)] == [29, 29, 27, 25, 25], "k = 4 is as good"
 
 
 def test_figure_4_c_hides_w1s_communication_behind_w2_and_w3():

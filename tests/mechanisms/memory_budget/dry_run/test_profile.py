@@ -142,22 +142,17 @@ def test_the_task_graph_predicts_other_batch_sizes() -> None:
         task_graph(one, profile_step(step, 2))
 
 
-def test_a_size_that_does_not_grow_by_the_sample_is_refused() -> None:
-    values = torch.randn(SAMPLES, 4)
-    model = nn.Linear(4, 4)
+def test_a_size_that_does_not_grow_by_the_sample_and_other_operations_are_refused() -> None:
+    model, values = nn.Linear(4, 4), torch.randn(SAMPLES, 4)
     step = TrainingStep(model, values, SAMPLES, lambda batch: (model(batch) @ model(batch).t()).square().sum())
     profiles = [profile_step(step.of_size(size)) for size in (2, 4, 8)]
     with pytest.raises(ScheduleError, match="does not grow by the sample"):
         task_graph(*profiles)
 
-
-def test_a_step_that_runs_other_operations_is_refused() -> None:
-    model = nn.Linear(4, 4)
-
     def loss(batch: Tensor) -> Tensor:
         return model(batch).tanh().sum() if len(batch) > 2 else model(batch).sum()
 
-    step = TrainingStep(model, torch.randn(SAMPLES, 4), SAMPLES, loss)
+    step = TrainingStep(model, values, SAMPLES, loss)
     with pytest.raises(ScheduleError, match=r"runs other operations.*LayerDrop.*dry_run='off'"):
         task_graph(profile_step(step.of_size(2)), profile_step(step))
 
