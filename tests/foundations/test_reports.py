@@ -14,7 +14,6 @@ import pytest
 
 from retime.callbacks import StepTimeline
 from retime.callbacks.support.phases import MeasuredSteps
-from retime.foundations.cpu_pool import PoolReport
 from retime.foundations.messages import COLUMNS, Report
 from retime.integrations.accelerate.memory_budget import BudgetReports
 from retime.mechanisms.fusion import FusionReport
@@ -168,12 +167,3 @@ def test_a_batch_that_is_not_split_says_what_would_let_it() -> None:
     report = BudgetReport(100, shapes=[shape(4)])
     assert report.what_stayed_plain() == [f"batch of 4 is not split: {REASON.format(4)}"]
     assert report.what_to_try() == ["rename 4"]
-
-
-def test_no_pool_says_why() -> None:
-    assert str(PoolReport(note="another library's allocator takes precedence over the pool")).splitlines() == [
-        "no CPU memory pool",
-        "  plain:    another library's allocator takes precedence over the pool",
-        "  measured: nothing",
-        "  try next: nothing",
-    ]

@@ -1,7 +1,7 @@
 """The simulation of CUDA: when kernels run, what the host may see, the device's clock, and CUDA graphs."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.measure.timing import StepTimer
-from retime.foundations.streams import Mark, has_streams
+from retime.foundations.streams import has_streams
 from support.simulated_cuda import ORDERS, SimulatedCuda, simulated_cuda
 from support.simulated_streams import on_side, side
 
@@ -37,9 +37,8 @@ def test_torch_is_as_it_was_afterwards() -> None:
 
 def test_late_kernels_run_when_somebody_waits() -> None:
     with simulated_cuda("late") as device:
-        stream, into = torch.cuda.Stream(), torch.zeros(2)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        into = torch.zeros(2)
+        with on_side() as stream:
             into.add_(1)
             total = into.sum()
         assert not stream.query()
@@ -181,45 +180,25 @@ def test_a_steps_phases_are_timed_by_the_devices_clock(order: str) -> None:
     assert update > 0
 
 
-def test_a_mark_of_nothing_is_done(device: SimulatedCuda) -> None:
-    assert not Mark().wait()
-
-
-def captured(work: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]:
-    """Run it once and capture it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    return graph, stream
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_replay_computes_from_what_is_there_and_a_capture_does_not(order: str) -> None:
     x, total = torch.ones(4), torch.zeros(4)
     results: list[Tensor] = []
 
     def work() -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with on_side() as other:
             twice = x * 2
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(other)
         total.add_(twice)
         results[:] = [total + torch.zeros(4).bernoulli_(0.5), twice]
 
-    def warm() -> None:
-        for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
-            with torch.cuda.stream(stream):
-                x * 2
-
     with simulated_cuda(order) as device:
-        warm()
-        graph, _ = captured(work)
+        with on_side() as stream:
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            work()
         assert total.tolist() == [2.0] * 4
         assert torch.isnan(results[0]).all()
         device.faults.clear()  # a new side stream in each run, whose first call is captured
@@ -235,9 +214,7 @@ def test_a_replay_computes_from_what_is_there_and_a_capture_does_not(order: str)
 
 
 def left() -> None:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with on_side():
         torch.ones(2).add_(1)
 
 

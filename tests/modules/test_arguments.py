@@ -12,10 +12,13 @@ from retime.mechanisms.scan import (
     CostModel,
     CsrPattern,
     JacobianScan,
+    ProductPlan,
     calibrate,
+    check_solver,
     jacobian_of,
     layer,
     parse_solver,
+    prune_class_blind,
     scan_bidirectional,
     scan_layer,
     scan_plan,
@@ -112,6 +115,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "solver": (lambda: parse_solver(7), "name=7"),  # type: ignore[arg-type]
     "chunk": (lambda: parse_solver("chunk:0"), "length"),
     "truncated": (lambda: parse_solver("truncated:0"), "levels"),
+    "triton": (lambda: parse_solver("triton:0"), r"length=0\): give a whole number of 1 or more"),
+    "object": (lambda: check_solver(3), "solve"),  # type: ignore[arg-type]
+    "pruned": (lambda: prune_class_blind(nn.ReLU(), 0.5), "ReLU has no convolution or linear layer"),
+    "factors": (
+        lambda: ProductPlan(CsrPattern.full(3, 2), CsrPattern.full(3, 2)),
+        "cannot multiply 3 x 2 by 3 x 2: list the Jacobians from the last layer",
+    ),
     "cell": (lambda: calibrate(cells=["Elman"]), "cells"),  # type: ignore[list-item]
     "model": (lambda: set_cost_model("cpu", None), "model"),  # type: ignore[arg-type]
     "coefficients": (lambda: CostModel({"GRU chunk": (1.0,)}), "coefficients.*6 numbers"),

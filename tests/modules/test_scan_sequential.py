@@ -181,15 +181,11 @@ def test_the_backward_pass_really_is_a_scan(monkeypatch: pytest.MonkeyPatch) -> 
     assert ours[2].bias.grad.all()
 
 
-def test_double_backward_is_refused() -> None:
+def test_double_backward_and_a_weight_that_changed_after_the_forward_pass_are_refused() -> None:
     ours = ScanSequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     inputs = torch.ones(1, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match="no double backward: call backward without create_graph=True"):
         torch.autograd.grad(ours(inputs).sum(), inputs, create_graph=True)
-
-
-def test_a_weight_that_changed_between_forward_and_backward_is_refused() -> None:
-    ours = ScanSequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     outputs = ours(torch.ones(1, 3))
     with torch.no_grad():
         ours[2].weight.mul_(2)
@@ -230,16 +226,13 @@ def test_a_layer_that_takes_anothers_place_has_its_own_jacobian() -> None:
         assert torch.allclose(*gradients, atol=1e-6)
 
 
-def test_a_forward_of_its_own_is_refused() -> None:
+def test_a_forward_of_its_own_and_hooks_of_the_model_are_refused() -> None:
     class Residual(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + super().forward(x)
 
     with pytest.raises(TypeError, match="Residual has a forward of its own"):
         ScanSequential.of(Residual(nn.Linear(2, 2)))
-
-
-def test_hooks_of_the_model_are_refused() -> None:
     model = small()
     model.register_forward_hook(lambda *_: None)
     with pytest.raises(TypeError, match="register them on the result"):

@@ -52,10 +52,6 @@ def test_first_in_first_out_is_what_two_lanes_do(k):
     assert simulated.compute_ms == pytest.approx(22)
 
 
-def test_figure_4():
-    assert [step([*UNITS, LOSS], k).step_ms for k in range(5)] == pytest.approx([29, 29, 27, 25, 25])
-
-
 def test_every_step_is_alike():
     how = Communication(layer_buckets(UNITS), a_byte_a_millisecond, order="priority", partition_bytes=1)
     ran = [simulate_data_parallel(UNITS, how, k=2, steps=steps) for steps in (2, 3, 5)]
@@ -162,6 +158,10 @@ def test_buckets_fill_from_the_last_layer_and_the_first_k_apart():
         (lambda: Link(1, -1), "latency_ms=-1"),
         (lambda: step(THREE, interference=1.0), "interference=1.0: give 0 or more, below 1"),
         (lambda: step(THREE, 4), "k=4: give 0 .* to 3, the number of layers"),
+        (lambda: size_buckets(THREE, 10, k=4), "k=4: give 0"),
+        (lambda: Transfer(0, -1.0), "busy_ms=.*: give a finite number of milliseconds"),
+        (lambda: Transfer(0, math.nan), "busy_ms=.*: give a finite number of milliseconds"),
+        (lambda: Transfer(0, math.inf), "busy_ms=.*: give a finite number of milliseconds"),
         (lambda: step(THREE, buckets=[*layer_buckets(THREE), Bucket(())]), "put each into one, and none empty"),
         (
             lambda: step(THREE, buckets=[Bucket((1, 2))]),

@@ -19,7 +19,6 @@ from retime.schedules import (
     simulate_two_streams,
     two_stream_buffers,
     validate_two_streams,
-    write_png,
 )
 
 CAPACITY = 1520
@@ -150,12 +149,6 @@ def test_random_plans_keep_the_bounds(seed):
         assert ran.timeline.peak_bytes > 0
     alone = simulate_two_streams(one_stream(regions), kernels, device)
     assert alone.makespan_ms == pytest.approx(alone.sequential_ms)
-
-
-def test_timelines_are_drawn(tmp_path):
-    ran = run("R1: O4 O3 | W4", {"O4": [(2, 1.0)], "O3": [(2, 1.0)], "W4": [(1, 1.0)]}, Device(4))
-    write_png(tmp_path / "streams.png", ran.timeline.spans)
-    assert (tmp_path / "streams.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_what_is_refused():

@@ -6,7 +6,6 @@ import pytest
 
 from retime.schedules import (
     KSearch,
-    Schedule,
     ScheduleError,
     backward_to_forward,
     communicate_last,
@@ -50,10 +49,7 @@ def test_figure_4_takes_29_28_and_25_units():
     assert [t.makespan_ms for t in (conventional, prioritised, reversed_3)] == [29, 28, 25]
     assert conventional.makespan_ms / reversed_3.makespan_ms == 1.16
     assert prioritised.makespan_ms / reversed_3.makespan_ms == 1.12
-
-
-def test_figure_4_has_another_optimum_at_k_4():
-    assert [figure_4(k).makespan_ms for k in range(5)] == [29, 29, 27, 25, 25]
+    assert [figure_4(k).makespan_ms for k in range(5)] == [29, 29, 27, 25, 25], "k = 4 is as good"
 
 
 def test_figure_4_c_hides_w1s_communication_behind_w2_and_w3():
@@ -121,11 +117,6 @@ def test_max_memory_below_the_plain_peak_is_refused():
         largest_k(5, 99, plain_peak_bytes=100, **SIZES)
 
 
-def test_round_trip():
-    schedule = reverse_first_k(5, 3, steps=2)
-    assert Schedule.parse(str(schedule)) == schedule
-
-
 def searched(layers, time, **options):
     search = KSearch(layers, **options)
     while (k := search.next_k) is not None:
@@ -138,13 +129,6 @@ def test_path_of_the_paper():
     search = searched(40, lambda k: 1 + (k - 27) ** 2)
     assert list(search.measured) == [0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 26, 30, 25, 27]
     assert search.best == 27
-
-
-def test_odd_step_leaves_no_gap():
-    """L = 50: around 20 a step of 5 leaves 16 to 24, which steps of 2 reach."""
-    search = searched(50, lambda k: 1 + abs(k - 23))
-    assert list(search.measured)[10:] == [21, 23, 27, 29, 22, 24]
-    assert search.best == 23
 
 
 @pytest.mark.parametrize("layers", [*range(1, 31), 45, 73, 101])

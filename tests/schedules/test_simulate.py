@@ -48,25 +48,6 @@ def test_compute_and_network_overlap():
     assert timeline.end_ms[Task(Kind.S, 1)] == 6
 
 
-def test_data_parallel_example_of_ooo_backprop():
-    """Five layers as in Figure 4 of Oh et al. 2022: (a) conventional, (c) with the first three W reversed.
-
-    Section 5.1 says that (c) is three unit times shorter than (a), 16%. It does not state the unit times; F 2, O 1, W 1
-    and S 2 are ones with which both statements hold.
-    """
-    costs = {"F": 2, "O": 1, "W": 1, "S": 2}
-    forward = "F1' F2' F3' F4' F5'"
-    conventional = simulate(
-        Schedule.parse(f"compute: O5 W5 O4 W4 O3 W3 O2 W2 W1 {forward}\nnetwork: S5 S4 S3 S2 S1"), costs
-    )
-    reversed_first_3 = simulate(
-        Schedule.parse(f"compute: O5 W5 O4 W4 O3 O2 W1 W2 W3 {forward}\nnetwork: S5 S4 S1 S2 S3"), costs
-    )
-    assert (conventional.makespan_ms, reversed_first_3.makespan_ms) == (22, 19)
-    assert (conventional.idle_ms["compute"], reversed_first_3.idle_ms["compute"]) == (3, 0)
-    assert round(22 / 19, 2) == 1.16
-
-
 def test_a_pipeline_of_two_devices_and_two_micro_batches():
     """Every task takes 1 ms; the device of the lower layer waits for gradients.
 

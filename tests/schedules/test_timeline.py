@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from retime.schedules import Kind, Schedule, Span, picture, simulate, write_chrome_trace, write_page, write_png
+from retime.schedules import Kind, Span, picture, write_chrome_trace, write_page, write_png
 from retime.schedules.timeline import COLOURS, colours_of
 from support.browser import CHROMIUM, NO_CHROMIUM, Browser
 
@@ -20,16 +20,15 @@ SPANS = [
 ]
 
 
-def read_trace(path):
-    return json.loads(path.read_text(encoding="utf-8"))
+def events_in(path, phase):
+    return [event for event in json.loads(path.read_text("utf-8"))["traceEvents"] if event["ph"] == phase]
 
 
 def test_a_trace_holds_every_span_in_microseconds(tmp_path):
     path = tmp_path / "made" / "trace.json"
     write_chrome_trace(path, reversed(SPANS), process_name="rank 0")
-    trace = read_trace(path)
-    assert set(trace) == {"traceEvents", "displayTimeUnit"}
-    boxes = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert set(json.loads(path.read_text("utf-8"))) == {"traceEvents", "displayTimeUnit"}
+    boxes = events_in(path, "X")
     assert [(box["name"], box["cat"], box["tid"], box["ts"], box["dur"]) for box in boxes] == [
         ("F1", "forward", 1, 0.0, 1500.0),
         ("W1", "weight gradient", 1, 1500.0, 2000.0),
@@ -41,7 +40,7 @@ def test_a_trace_holds_every_span_in_microseconds(tmp_path):
 
 def test_a_trace_names_the_process_and_the_lanes(tmp_path):
     write_chrome_trace(tmp_path / "trace.json", SPANS, process_name="rank 0")
-    metadata = [event for event in read_trace(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "M"]
+    metadata = events_in(tmp_path / "trace.json", "M")
     assert [(event["name"], event["tid"], *event["args"].values()) for event in metadata] == [
         ("process_name", 0, "rank 0"),
         ("thread_name", 0, "compute"),
@@ -53,7 +52,7 @@ def test_a_trace_names_the_process_and_the_lanes(tmp_path):
 
 def test_a_trace_of_nothing_is_valid(tmp_path):
     write_chrome_trace(tmp_path / "trace.json", [])
-    (event,) = read_trace(tmp_path / "trace.json")["traceEvents"]
+    (event,) = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
     assert event["args"] == {"name": "retime"}
 
 
@@ -80,12 +79,6 @@ def test_a_png_of_many_categories_and_lanes(tmp_path):
     assert (tmp_path / "instant.png").stat().st_size > 1_000
 
 
-def test_a_png_of_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"nothing\.png': there are no spans"):
-        write_png(tmp_path / "nothing.png", [])
-    assert not (tmp_path / "nothing.png").exists()
-
-
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'pip install "lightning-retime\[recipes\]"'):
@@ -105,20 +98,6 @@ def test_a_span_checks_its_times(start_ms, duration_ms):
         Span("F1", "compute", start_ms, duration_ms)
 
 
-def test_a_simulated_timeline_writes_as_it_is(tmp_path):
-    timeline = simulate(Schedule.parse("O2 W2 S2 W1 S1"), {"O": 1, "W": 1, "S": 2}, {"S": "network"})
-    write_chrome_trace(tmp_path / "trace.json", timeline.spans)
-    boxes = [event for event in read_trace(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "X"]
-    assert {box["name"]: (box["ts"], box["dur"]) for box in boxes} == {
-        "O2": (0, 1000),
-        "W2": (1000, 1000),
-        "S2": (2000, 2000),
-        "W1": (2000, 1000),
-        "S1": (4000, 2000),
-    }
-    assert timeline.spans[-1].end_ms == timeline.makespan_ms == 6
-
-
 def test_boxes_start_and_end_at_their_times():
     spans = [
         Span("W1", "compute", 1.0, 1.0),
@@ -128,18 +107,9 @@ def test_boxes_start_and_end_at_their_times():
         Span("S2", "network", 5.0, 1.0),
     ]
     assert picture(spans, characters_per_ms=4) == "compute  |F1 |W1 |\nnetwork   .......|S1     |...|S2 |"
-
-
-def test_boxes_meet_where_rounding_would_part_them():
     thirds = [Span(f"F{i}", "compute", i / 3, 1 / 3) for i in range(1, 4)]
-    assert picture(thirds, characters_per_ms=10) == "compute  |F1|F2 |F3|"
-
-
-def test_a_narrow_box_shows_the_start_of_its_name():
+    assert picture(thirds, characters_per_ms=10) == "compute  |F1|F2 |F3|", "they meet where rounding would part them"
     assert picture([Span("backward", "compute", 0.0, 1.0)]) == "compute  |ba|"
-
-
-def test_nothing_is_an_empty_picture():
     assert picture([]) == ""
     assert picture([Span("mark", "compute", 1.0, 0.0)]) == "compute"
 
@@ -217,11 +187,11 @@ def test_kinds_have_the_same_colour_in_every_chart():
     assert len(set(mixed.values())) == 3
 
 
-@pytest.mark.parametrize("charts", [{}, {"a": []}])
-def test_a_page_of_nothing_is_refused(tmp_path, charts):
-    with pytest.raises(ValueError, match=r"nothing\.html': there are no spans"):
-        write_page(tmp_path / "nothing.html", charts)
-    assert not (tmp_path / "nothing.html").exists()
+@pytest.mark.parametrize(("write", "drawn"), [(write_png, []), (write_page, {}), (write_page, {"a": []})])
+def test_nothing_is_refused(tmp_path, write, drawn):
+    with pytest.raises(ValueError, match="nothing': there are no spans"):
+        write(tmp_path / "nothing", drawn)
+    assert not (tmp_path / "nothing").exists()
 
 
 WIDE = "document.querySelector('[data-span]').getBoundingClientRect().width"

@@ -191,14 +191,3 @@ def test_a_count_is_a_whole_number_in_its_range(name, value):
     for take in TAKES[name] if value != 0 or name not in MAY_BE_0 else ():
         with pytest.raises((TypeError, ValueError), match=f"^{name}={value!r}: give "):
             take(value)
-
-
-def test_a_k_of_more_than_all_layers_is_refused():
-    with pytest.raises(ValueError, match="k=4: give 0"):
-        s.size_buckets(COSTS, 10, k=4)
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_a_message_takes_a_finite_time(value):
-    with pytest.raises(ValueError, match=r"busy_ms=.*: give a finite number of milliseconds"):
-        s.Transfer(0, value)

@@ -53,6 +53,16 @@ def step(model: nn.Module, deferral: WeightGradientDeferral | None = None) -> li
     return [parameter.grad for parameter in model.parameters()]
 
 
+def note_gradients(model: nn.Module) -> tuple[list[str], list[Any]]:
+    """The names of parameters whose gradient is there, in the order in which hooks on them fire."""
+    fired: list[str] = []
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+        for name, parameter in model.named_parameters()
+    ]
+    return fired, handles
+
+
 def assert_same(model: nn.Module, plain: nn.Module, deferral: WeightGradientDeferral, steps: int = 1) -> None:
     for _ in range(steps):
         for mine, theirs in zip(step(model, deferral), step(plain), strict=True):

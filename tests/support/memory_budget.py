@@ -1,6 +1,6 @@
 """Models and fits for the tests of the memory budget: budgets are real, measured times are not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import retime.mechanisms.memory_budget.planner as step_planner
 from retime.mechanisms.memory_budget.costs import StepCosts
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
 from retime.mechanisms.memory_budget.report import BudgetReport
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 from retime.strategies import MemoryBudgetStrategy
 from support.trainers import IGNORED_WARNINGS, quiet_trainer
@@ -155,6 +157,23 @@ def offload_all(
     """Of all that a forward pass saves; it need not reach the plan's numbers."""
     plan = OffloadPlan(1, frozenset(range(1000)), prefetch, 1000)
     return OffloadSavedTensors(plan, host, keep, in_flight_bytes, on_mismatch=lambda mismatch: None)
+
+
+def run_loop(
+    model: nn.Module, loss: Callable[[Any], torch.Tensor], batches: Iterable[Any], budget: int | None
+) -> BudgetReport | None:
+    """Train in a bare loop, plainly or with a budget, whose report is returned."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budgeted = None if budget is None else BudgetedStep(model, [optimizer], budget, HostMemory("cpu"))
+    try:
+        for batch in batches:
+            optimizer.zero_grad()
+            loss(batch).backward() if budgeted is None else budgeted.run(loss, batch)
+            optimizer.step()
+        return budgeted and budgeted.report()
+    finally:
+        if budgeted is not None:
+            budgeted.remove()
 
 
 def loader(batches: int = 3, extra: int = 0, batch: int = BATCH) -> DataLoader[Any]:

@@ -9,10 +9,10 @@ from retime.mechanisms.memory_budget.dry_run.run import TrainingStep
 SAMPLES = 8
 
 
-def convolutions() -> nn.Module:
+def convolutions(norm: bool = True) -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
     for _ in range(3):
-        layers += [nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
+        layers += [*([nn.BatchNorm2d(8)] if norm else []), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 
 
@@ -24,6 +24,13 @@ class Recurrent(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         return self.head(self.rnn(values)[0][:, -1])
+
+
+class Reads(nn.Module):
+    """Reads a value of what it is given, where no dry run can follow."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values * values.abs().max().item()
 
 
 class Tied(nn.Module):

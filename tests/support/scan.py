@@ -1,6 +1,8 @@
 """Layers of torch.nn and the same layers by scan, on the same tensors."""
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,11 @@ class Case:
     def leaves(self) -> list[Tensor]:
         return [self.x, *self.state, *self.net.parameters()]
 
+    def to(self, where: Any) -> "Case":
+        """The same values, as leaves of their own, on a device or in a dtype."""
+        x, *state = (part.detach().to(where).requires_grad_() for part in (self.x, *self.state))
+        return Case(self.mode, copy.deepcopy(self.net).to(where), x, tuple(state))
+
     def native(self) -> list[Tensor]:
         output, last = self.net(self.x, self.state if self.mode == "LSTM" else self.state[0])
         return [output, *(last if self.mode == "LSTM" else (last,))]
@@ -40,8 +47,6 @@ class Case:
 
     def scan_of(self, x: Tensor, solver: str | Solver, batch_sizes: Tensor | None = None) -> list[Tensor]:
         weights = list(self.net.parameters())
-        if not self.net.bias:
-            weights = [part for k in range(0, len(weights), 2) for part in (*weights[k : k + 2], None, None)]
         if self.net.bidirectional:
             hx = self.state if self.mode == "LSTM" else self.state[0]
             return list(

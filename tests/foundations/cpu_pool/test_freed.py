@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from retime.foundations.cpu_pool.pool import FreedMemory, MemoryPool
 from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.offload.hosts import parse_host
-from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
@@ -122,16 +121,11 @@ def test_room_is_left_for_tensors_that_nothing_holds(pool: MemoryPool, training:
     assert_holds(pool, shape.choice.reserved_bytes(AMPLE) - 256 * KIB - ours.elsewhere(pool, batch))
 
 
-def test_a_plan_that_was_not_measured_has_room() -> None:
+def test_plans_leave_room_for_scratch_once_it_was_measured() -> None:
     choice = PlanChoice(OffloadPlan(BATCH), 0, 1000, 1.0, 1.0, 0, 0, scratch_bytes=100)
     assert 1000 < choice.reserved_bytes(10**6) < 2000
     assert choice.reserved_bytes(1010) == 1010, "the budget is the most"
-
-
-def test_a_plan_that_was_measured_leaves_room_for_scratch() -> None:
-    shape = PlannedShape(
-        BATCH, PlanChoice(OffloadPlan(BATCH), 0, 1000, 1.0, 1.0, 0, 0, scratch_bytes=100, spare_bytes=10)
-    )
-    assert shape.choice.reserved_bytes(1010) == 900
-    assert shape.choice.reserved_bytes(1020) == 910, "freed ranges need a little more than tensors"
-    assert shape.choice.reserved_bytes(10**6) == 900 + 900 // 64
+    measured = replace(choice, spare_bytes=10)
+    assert measured.reserved_bytes(1010) == 900
+    assert measured.reserved_bytes(1020) == 910, "freed ranges need a little more than tensors"
+    assert measured.reserved_bytes(10**6) == 900 + 900 // 64

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from retime.foundations.cpu_pool.pool import pool_library
-from retime.foundations.native import NoLibraryError
 from retime.recipes.cpu_memory.allocators import NoAllocatorError, environment_of
 from support.warm_start import run_program
 
@@ -139,20 +137,12 @@ print(most, used)
     assert int(used) <= 1.1 * int(most) + 4 * 2**20
 
 
-_PROGRAM = """
-import torch
-from retime.foundations.cpu_pool.pool import MemoryPool
-pool = MemoryPool()
-assert pool.install()
+def test_a_block_that_is_freed_after_the_pool_has_gone() -> None:
+    program = f"""{PRELUDE}
 pool.limit(2**30)
 block = torch.rand(512, 512).to_mkldnn()
 pool.remove()
 del block
 print("freed")
 """
-
-
-def test_a_block_that_is_freed_after_the_pool_has_gone() -> None:
-    if isinstance(pool_library(), NoLibraryError):
-        pytest.skip(f"no pool: {pool_library()}")
-    assert run_program(_PROGRAM) == "freed\n"
+    assert run_program(program) == "freed\n"

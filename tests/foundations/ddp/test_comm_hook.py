@@ -1,4 +1,4 @@
-"""DDP's one communication hook: one owner at a time, a refusal that names it, and a slot that is given back."""
+"""DDP's one communication hook: one owner at a time, a refusal that names it, a slot that is given back; agreement."""
 
 import copy
 import gc
@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.foundations.ddp import DeviceReducer, OwnGroupsReducer, Reducer, comm_hook_of
+from retime.foundations.ddp import DeviceReducer, OwnGroupsReducer, RankAgreement, Reducer, comm_hook_of
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.cpu_accumulation import shared_sums as sums
 from retime.mechanisms.fusion import ReductionHook, fuse_optimizer
@@ -162,3 +163,24 @@ def test_a_reduction_that_cannot_be_made_closes_its_reducer_and_leaves_the_slot(
 def test_a_reducer_takes_the_place_of_a_users_hook() -> None:
     with pytest.raises(ValueError, match="leave out one of the two"):
         ReductionHook(wrapped(), allreduce_hook, reducer=DeviceReducer())
+
+
+@pytest.mark.parametrize("number", [0.25, -3.5, 0.0, float(2**32 - 1), float(2**53)])
+def test_numbers_that_ranks_agree_on_come_back_as_they_are(number: float) -> None:
+    assert RankAgreement().largest(lambda: number, "choose") == number
+
+
+def test_a_given_group_is_used_and_left() -> None:
+    group = dist.new_group([0])
+    agreement = RankAgreement(group=group)
+    assert agreement.largest(lambda: 1.5, "choose") == 1.5
+    agreement.close()
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_an_error_is_raised_where_it_happened() -> None:
+    def fails() -> float:
+        raise ZeroDivisionError("here")
+
+    with pytest.raises(ZeroDivisionError, match="here"):
+        RankAgreement(group=dist.group.WORLD).largest(fails, "choose")

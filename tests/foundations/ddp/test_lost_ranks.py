@@ -92,16 +92,10 @@ def test_an_abort_does_not_wait_for_a_rank_that_stands_still() -> None:
 
 
 @pytest.mark.usefixtures("others")
-def test_other_errors_stay_as_they_are() -> None:
+def test_other_errors_stay_as_they_are_and_ours_is_taken_out_of_what_torch_says_around_it() -> None:
     ranks = RankProcesses()
     for error in (RuntimeError("DataLoader timed out after 5 s"), ValueError("peer"), RankLostError("gloo: timed out")):
         assert ranks.explain(error) is None
-    ranks.close()
-
-
-@pytest.mark.usefixtures("others")
-def test_ours_is_taken_out_of_what_torch_says_around_it() -> None:
-    ranks = RankProcesses()
     around = "Got the following error when running the callback: RankLostError: rank 1 ended\n\nAt:\n  file.py(1): then"
     assert ranks.explain(RuntimeError(around)) == "rank 1 ended"
     ranks.close()

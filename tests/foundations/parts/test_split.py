@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 from retime.foundations.parts.split import (
     balanced_parts,
@@ -192,24 +192,14 @@ class Graph:
         ({"x": torch.ones(4), "graph": Graph()}, r"batch\['graph'\] is a Graph, which holds tensors"),
         (torch.eye(3).to_sparse(), "layout torch.sparse_coo"),
         ([torch.ones(3, 8, 8), torch.ones(3, 9, 9), torch.tensor([1, 2])], r"batch\[2\] has 2"),
+        ([pack_sequence([torch.ones(3, 2)]), torch.ones(4)], r"batch\[0\] is a PackedSequence"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested tensor"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_place(batch: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         split_batch(batch, 2)
     assert "split_batch(batch, sub_batch) hook" in str(error.value)
-
-
-def test_a_packed_sequence_is_refused() -> None:
-    packed = pack_padded_sequence(torch.ones(4, 3, 2), torch.tensor([3, 2, 2, 1]), batch_first=True)
-    with pytest.raises(ValueError, match=r"batch\[0\] is a PackedSequence"):
-        batch_size_of([packed, torch.ones(4)])
-
-
-def test_a_nested_tensor_is_refused() -> None:
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    with pytest.raises(ValueError, match="nested tensor"):
-        batch_size_of(nested)
 
 
 @pytest.mark.parametrize("sub_batch", [0, -1])

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 import retime.mechanisms.memory_budget.planner as step_planner
 from retime.foundations.messages import DifferenceWarning
 from retime.foundations.preserve_state.outside import ValueReadError
-from retime.foundations.preserve_state.stand_ins import ScratchModel
+from retime.foundations.preserve_state.stand_ins import LeftBehindError, ScratchModel
 from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep, profile_step, take
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import BATCH, SMALL, Net, loader
+from support.memory_budget import BATCH, SMALL, Net, fit, loader, run_loop
 
+pytestmark = support.IGNORED
 PLAIN, TIGHT = 700_000, 170_000  # enough for the plain step, but not without a dry run; and not enough
 
 
@@ -83,27 +85,11 @@ def step_on(model: nn.Module, read: bool) -> Callable[[Any], Tensor]:
     return step
 
 
-def run(model: nn.Module, step: Callable[[Any], Tensor], steps: int, budget: int | None) -> Any:
-    """Train plainly, or with a budget, whose report is returned."""
-    optimizer, data = torch.optim.SGD(model.parameters(), 0.1), list(loader(steps))
-    budgeted = None if budget is None else BudgetedStep(model, [optimizer], budget, HostMemory("cpu"))
-    for batch in data:
-        optimizer.zero_grad()
-        if budgeted is None:
-            step(batch).backward()
-        else:
-            budgeted.run(step, batch)
-        optimizer.step()
-    if budgeted is not None:
-        budgeted.remove()
-    return budgeted and budgeted.report()
-
-
 def train(budget: int | None, read: bool, steps: int = 4) -> tuple[Net, dict[str, Any], Any]:
     global held
     torch.manual_seed(0)
     held, model = Held(), Net()
-    report = run(model, step_on(model, read), steps, budget)
+    report = run_loop(model, step_on(model, read), list(loader(steps)), budget)
     return model, held.values(), report
 
 
@@ -200,6 +186,40 @@ def test_a_probed_step_begins_anew_each_time() -> None:
     assert differing(before, held.values()) == []
 
 
+history: list[Tensor] = []
+
+
+class Remembers(Net):
+    """The loss follows from those before, which are kept at module level."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        history.append(loss.detach())
+        return loss * (1 + sum(history) / len(history))
+
+
+@pytest.mark.parametrize("budget", [PLAIN, SMALL])
+def test_a_step_that_would_use_what_a_dry_run_left_says_so(budget: int, offloads: None) -> None:
+    history.clear()
+    module, before = Remembers(), Remembers()
+    with pytest.raises(LeftBehindError, match=r"Keep it in an attribute of the model.*dry_run='off'"):
+        fit(module, MemoryBudgetStrategy(budget))
+    support.assert_close(before, module, 0)
+
+
+@pytest.mark.parametrize("dry_run", ["auto", "off"])
+def test_no_dry_run_leaves_anything(dry_run: str) -> None:
+    history.clear()
+    plain = Remembers()
+    fit(plain)
+    expected = history.copy()
+    history.clear()
+    ours = Remembers()
+    fit(ours, MemoryBudgetStrategy(2**30 if dry_run == "auto" else 200_000, dry_run=dry_run))
+    support.assert_close(plain, ours, 0)
+    assert history == expected
+
+
 def own(tensor: Tensor, inputs: Tensor) -> None:
     tensor.data = tensor.detach() * 1.5
 
@@ -235,7 +255,7 @@ def test_tensors_are_bound_to_other_memory_once_a_step(
                 bind(tensor, batch[0])
             return F.cross_entropy(model(batch[0]), batch[1]) * (1 + tensor.detach().mean() + tensor.numel() / 100)
 
-        report = run(model, step, 3, budget)
+        report = run_loop(model, step, list(loader(3)), budget)
         assert report is None or report.sub_batches == 3
         return model, tensor
 

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from retime.foundations.parts.combine import batch_statistics_layers
 from retime.foundations.preserve_state.stand_ins import ScratchModel
 from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep
-from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.separability.certify import certify
-from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import BudgetError, OffloadPlan
+from support.memory_budget import run_loop
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 SAMPLES = 256
@@ -68,23 +67,10 @@ def test_a_scripted_function_of_a_module_without_tensors_is_no_matter() -> None:
 
 @pytest.mark.parametrize("share", [20.0, 1.5, 0.05])
 def test_budgets(share: float) -> None:
-    def train(model: nn.Module, budget_bytes: int) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def train(model: nn.Module, budget_bytes: int | None) -> list[Tensor]:
         step = step_of(model)
-        host = parse_host(None, "cpu")
-        budget = BudgetedStep(model, [optimizer], budget_bytes, host) if budget_bytes else None
-        try:
-            for _ in range(2):
-                optimizer.zero_grad()
-                if budget is None:
-                    step.loss(step.batch).backward()
-                else:
-                    budget.run(step.loss, step.batch)
-                optimizer.step()
-            return [value.clone() for value in model.state_dict().values()]
-        finally:
-            if budget is not None:
-                budget.remove()
+        run_loop(model, step.loss, [step.batch] * 2, budget_bytes)
+        return [value.clone() for value in model.state_dict().values()]
 
     peak = DryRun(step_of(scripted())).run(OffloadPlan(SAMPLES)).peak_bytes
     budget_bytes = int(share * peak) + (2**20 if share > 1 else 0)
@@ -92,5 +78,5 @@ def test_budgets(share: float) -> None:
         with pytest.raises(BudgetError, match="13 is a TorchScript module"):
             train(scripted(), budget_bytes)
         return
-    for one, two in zip(train(scripted(), 0), train(scripted(), budget_bytes), strict=True):
+    for one, two in zip(train(scripted(), None), train(scripted(), budget_bytes), strict=True):
         torch.testing.assert_close(one, two)  # TorchScript rewrites a module once it has run a few times

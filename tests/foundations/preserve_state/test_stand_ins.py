@@ -158,17 +158,16 @@ def test_what_is_computed_without_fake_tensors_is_not_kept_either() -> None:
     assert bool((model.table == 1).all())
 
 
-def _replacements() -> dict[str, Callable[[], Replacement]]:
-    return {"fake": lambda: fake(torch._subclasses.FakeTensorMode()), "copies": copies, "aliases": aliases}
+REPLACEMENTS = [lambda: fake(torch._subclasses.FakeTensorMode()), copies, aliases]
 
 
-@pytest.mark.parametrize("name", ["fake", "copies", "aliases"])
-def test_lists_that_a_step_shortens_and_recurrent_layers_come_back(name: str) -> None:
+@pytest.mark.parametrize("replacement", REPLACEMENTS, ids=["fake", "copies", "aliases"])
+def test_lists_that_a_step_shortens_and_recurrent_layers_come_back(replacement: Callable[[], Replacement]) -> None:
     model = nn.Sequential(nn.LSTM(2, 2))
     model.queue = [torch.zeros(1), torch.ones(1)]
     before = [*model.queue]
     weights = [*model[0]._flat_weights]
-    with stand_ins(model, _replacements()[name]()):
+    with stand_ins(model, replacement()):
         assert model[0]._flat_weights[0] is model[0].weight_ih_l0
         assert model[0]._flat_weights[0] is not weights[0]
         model.queue.append(model.queue.pop(0))

@@ -38,15 +38,7 @@ class Stage:
         self.asked.append(("reduce", factor))
 
 
-@pytest.fixture
-def group():
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 @canary("pipeline_runtime", breaks="ooo_pipeline")
 def test_the_runtime_does_what_it_is_told():
     stage = Stage()
@@ -55,7 +47,7 @@ def test_the_runtime_does_what_it_is_told():
     assert stage.asked == [("F", 0), ("F", 1), ("O", 1, False), ("B", 0, False), ("W", 1, True), ("reduce", 1)]
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 @canary("timeout_of", breaks="how long ooo_pipeline waits for weights that some ranks share")
 def test_a_group_tells_how_long_it_waits():
     group = dist.new_group([0], timeout=timedelta(seconds=7))
@@ -82,7 +74,7 @@ class OneOfTwo(Stage):
     stage_index_to_group_rank = {0: 0, 1: 1}  # noqa: RUF012
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_messages_are_asked_for_ahead():
     orders = {
         0: [("F", 0, batch) for batch in range(4)] + [("B", 0, batch) for batch in range(4)],

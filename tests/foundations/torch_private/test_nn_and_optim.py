@@ -263,14 +263,10 @@ def test_memory_budget_runs_compiled_code_uncompiled():
 
 
 @pytest.fixture
-def wrap(tmp_path) -> Iterator[Callable[[], DistributedDataParallel]]:
+def wrap(one_rank) -> Iterator[Callable[[], DistributedDataParallel]]:
     """Makes models; none may outlive its group, whose last reference would join gloo's threads with the GIL held."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        yield lambda: DistributedDataParallel(nn.Linear(2, 2))
-    finally:
-        gc.collect()
-        dist.destroy_process_group()
+    yield lambda: DistributedDataParallel(nn.Linear(2, 2))
+    gc.collect()
 
 
 @canary("has_rebuilt_buckets", "GradBucket", breaks="knowing when DDP's buckets are final (ooo_ddp, memory_budget_ddp)")

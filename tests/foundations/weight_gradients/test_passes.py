@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from retime.foundations.lazy_updates import aliased
 from retime.foundations.weight_gradients import SplitBackward, WeightGradientDeferral
+from support.deferral_pairs import note_gradients
 
 WIDTH = 160
 
@@ -82,9 +83,7 @@ def test_gradients_add_up_in_the_order_in_which_passes_are_finished(backward_ord
 
 def test_all_weight_gradients_of_a_pass_in_one_call() -> None:
     plain, model, parts = split()
-    fired: list[str] = []
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))  # type: ignore[misc]
+    fired, _ = note_gradients(model)
     for number in range(3):
         loss_of(plain, number).backward()
     calls = []
@@ -153,9 +152,7 @@ def test_one_layer_of_one_pass_while_another_pass_waits() -> None:
 
 def test_weight_gradients_run_in_the_order_that_is_asked_for() -> None:
     _, model, parts = split()
-    fired: list[str] = []
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    fired, _ = note_gradients(model)
     (loss,) = losses(model, parts, range(1))
     loss.backward()
     assert fired == []
@@ -233,9 +230,7 @@ def test_a_pass_stays_while_a_backward_pass_can_come() -> None:
 
 def test_two_forward_passes_of_one_pass_and_one_backward_pass() -> None:
     plain, model, parts = split()
-    fired: list[Tensor] = []
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(fired.append)
+    fired, _ = note_gradients(model)
     with parts.passes.begin("both"):
         (loss_of(model, 0) + loss_of(model, 1) + loss_of(model, 2)).backward()
     parts.passes.finish("both")

@@ -14,7 +14,7 @@ from retime.foundations.weight_gradients import WeightGradientDeferral
 from retime.foundations.weight_gradients.cut import ONE_KERNEL, USED_TWICE
 from retime.foundations.weight_gradients.passes import NOT_CALLED, USED_ELSEWHERE
 from retime.foundations.weight_gradients.split_backward import CHECKPOINTED, SMALL
-from support.deferral_pairs import WIDTH, Around, Own, assert_same, pair, step
+from support.deferral_pairs import WIDTH, Around, Own, assert_same, note_gradients, pair, step
 
 Make = Callable[[], nn.Module]
 
@@ -131,16 +131,6 @@ def run(model: nn.Module, data: Any, *, seed: int, surroundings: Any = contextli
     torch.manual_seed(seed)
     with surroundings():
         return loss_of(model(**data) if isinstance(data, dict) else model(data))
-
-
-def note_gradients(model: nn.Module) -> tuple[list[str], list[Any]]:
-    """The names of parameters whose gradient is there, in the order in which hooks on them fire."""
-    fired: list[str] = []
-    handles = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
-        for name, parameter in model.named_parameters()
-    ]
-    return fired, handles
 
 
 def assert_same_training(make: Make, data: Any, surroundings: Any = contextlib.nullcontext) -> WeightGradientDeferral:
@@ -295,10 +285,7 @@ def test_a_gradient_for_some_tensors_only_leaves_parameters_alone() -> None:
 
 
 def test_backward_twice_over_one_graph_adds_up() -> None:
-    torch.manual_seed(0)
-    model, plain = mlp(), mlp()
-    plain.load_state_dict(model.state_dict())
-    deferral = WeightGradientDeferral(model, k=3)
+    plain, model, deferral = pair(mlp)
     deferral.watch(run(model, VECTORS, seed=0))
     for m in (plain, model):
         loss = run(m, VECTORS, seed=0)
@@ -462,9 +449,7 @@ def test_a_weight_that_other_code_begins_to_read_is_refused_before_any_gradient(
 
 
 def test_double_backward_is_refused_before_any_gradient() -> None:
-    square = [part for _ in range(3) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))]
-    model = Around(nn.Sequential(*square), lambda layer, x: layer(x))
-    deferral = WeightGradientDeferral(model, k=2)
+    _, model, deferral = pair(lambda: Around(nn.Linear(WIDTH, WIDTH), lambda layer, x: layer(x)))
     step(model, deferral)
     model.zero_grad()
     with pytest.raises(RuntimeError, match=r"use k=0.*No gradient has been set"):

@@ -319,20 +319,6 @@ def test_zeros_update_parameters_without_a_gradient(name: str, passes: int, mode
     assert report.fused_updates > 0 or mode == "forward"
 
 
-def test_zeros_of_a_sparse_gradient_are_sparse() -> None:
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x.abs().long().flatten()).square().mean()  # type: ignore[no-any-return]
-
-    def embedding() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Embedding(16, 4, sparse=True)
-
-    def sparse_adam(parameters: Any) -> Optimizer:
-        return torch.optim.SparseAdam(list(parameters), lr=0.1)
-
-    assert both("backward", sparse_adam, make=embedding, loss=loss, set_to_none=False).fused_updates > 0
-
-
 def test_guards_move_with_the_model() -> None:
     model, optimizer, fusion = fused(bucket_bytes=1)
     for x in batches(2):

@@ -154,22 +154,13 @@ def test_evaluation_can_trigger_the_update_and_training_goes_on(context: Any) ->
     both("forward", each_step=validate)
 
 
-def test_autocast_around_the_reader_does_not_touch_the_update() -> None:
+@pytest.mark.parametrize("around", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: torch.device("meta")])
+def test_what_is_around_the_reader_does_not_touch_the_update(around: Callable[[], Any]) -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with around():
             return model(x).square().mean()  # type: ignore[no-any-return]
 
-    matrix = lambda p: torch.optim.Adafactor(p, lr=0.01)  # noqa: E731  (its update multiplies matrices)
-    both("forward", matrix, loss=loss)
-
-
-def test_default_device_around_the_reader_does_not_touch_the_update() -> None:
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.device("meta"):
-            torch.empty(2)
-            return model(x).square().mean()  # type: ignore[no-any-return]
-
-    both("forward", loss=loss)
+    both("forward", lambda p: torch.optim.Adafactor(p, lr=0.01), loss=loss)  # its update multiplies matrices
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -337,25 +328,23 @@ def test_torch_has_its_own_functions_back_without_a_fusion() -> None:
 
 @pytest.mark.parametrize("zero", [lambda flat: flat.zero_(), lambda flat: flat.numpy().fill(0)])
 def test_gradients_that_are_views_of_one_buffer(zero: Callable[[Tensor], object]) -> None:
-    def weights(mode: str | None) -> list[Tensor]:
+    flats: list[Tensor] = []
+
+    def make() -> nn.Module:
         model = network()
         parameters = list(model.parameters())
-        flat = torch.zeros(sum(p.numel() for p in parameters))
-        for p, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        flats.append(torch.zeros(sum(p.numel() for p in parameters)))
+        for p, gradient in zip(parameters, flats[-1].split([p.numel() for p in parameters]), strict=True):
             p.grad = gradient.view_as(p)
-        optimizer = adamw(parameters)
-        fusion = fuse_optimizer(model, optimizer, mode, bucket_bytes=1) if mode else None
-        for x in batches(3):
-            model(x).square().mean().backward()
-            optimizer.step()
-            zero(flat)
-        if fusion is not None:
-            fusion.remove()
-        return [p.detach() for p in parameters]
+        return model
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, i: int) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        zero(flats[-1])
 
     with pytest.warns(NoEffectWarning, match="share their memory"):
-        ours = weights("forward")
-    assert all(map(torch.equal, weights(None), ours))
+        both("forward", make=make, step=step, steps=3, bucket_bytes=1)
 
 
 def test_old_style_zeroing_through_data() -> None:

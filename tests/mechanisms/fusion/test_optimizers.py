@@ -92,8 +92,10 @@ def test_parameters_frozen_and_unfrozen_on_the_way(mode: str) -> None:
     both(mode, make=frozen, each_step=freeze)
 
 
-@pytest.mark.parametrize("mode", ["backward", "forward"])
-def test_sparse_gradients(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "set_to_none"), [("backward", True), ("forward", True), ("backward", False)])
+def test_sparse_gradients(mode: str, set_to_none: bool) -> None:
+    """Also where zeros take their place, which are sparse."""
+
     class Bag(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,7 +106,7 @@ def test_sparse_gradients(mode: str) -> None:
             return self.table(x.abs().mul(5).long().clamp(max=19))  # type: ignore[no-any-return]
 
     sparse = lambda p: optim.SparseAdam(list(p), lr=0.1)  # noqa: E731
-    assert both(mode, sparse, make=Bag).fused_updates > 0
+    assert both(mode, sparse, make=Bag, set_to_none=set_to_none).fused_updates > 0
 
 
 class HalfSigned(optim.SGD):
@@ -156,11 +158,6 @@ def test_step_hooks_are_refused() -> None:
     optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(ValueError, match="step hooks"):
         fuse_optimizer(model, optimizer)
-
-
-def test_declare_takes_a_class() -> None:
-    with pytest.raises(TypeError, match=r"optimizer_class=3 is not an Optimizer class"):
-        declare_per_parameter(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", ["backward", "forward"])

@@ -267,8 +267,7 @@ def test_a_changed_state_never_changes_training(monkeypatch: pytest.MonkeyPatch,
     assert max(lengths) < 500
 
 
-def test_a_plan_that_needs_more_than_the_budget_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, OFFLOADS)
+def test_a_plan_that_needs_more_than_the_budget_is_not_taken(offloads: None) -> None:
     with pytest.warns(NoEffectWarning):
         _, roomy, _ = resumed(None, 10 * SMALL)
     entry = roomy["plans"][0]
@@ -280,8 +279,7 @@ def test_a_plan_that_needs_more_than_the_budget_is_not_taken(monkeypatch: pytest
         assert state["plans"][0]["peak_bytes"] <= SMALL
 
 
-def test_what_is_dropped_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, OFFLOADS)
+def test_what_is_dropped_is_said_once(offloads: None) -> None:
     for state in (None, 7, [], {"plans": []}, {"version": 99, "made_for": {}, "plans": []}):
         with pytest.warns(NoEffectWarning) as said:
             resumed(state)

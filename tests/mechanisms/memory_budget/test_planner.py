@@ -11,10 +11,7 @@ from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import BudgetError
 from support.memory_budget import OFFLOADS, SPLITS, Net, loader, norm, use_costs
 
-
-@pytest.fixture(autouse=True)
-def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
+pytestmark = pytest.mark.usefixtures("splits")
 
 
 def refusal(model: nn.Module, batch: Any, whole_because: str = "", **options: Any) -> str:

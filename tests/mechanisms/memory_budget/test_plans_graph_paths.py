@@ -14,14 +14,9 @@ import retime.mechanisms.memory_budget.planner as step_planner
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.step import BudgetedStep
-from support.memory_budget import SPLITS, use_costs
 
+pytestmark = pytest.mark.usefixtures("splits")
 WIDTH, DEPTH, SAMPLES = 16, 4, 32
-
-
-@pytest.fixture(autouse=True)
-def _planned_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
 
 
 class Trained:

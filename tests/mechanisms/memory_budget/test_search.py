@@ -4,20 +4,22 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory_budget.costs import StepCosts
+from retime.foundations.cpu_pool.pool import POOLED_BYTES
+from retime.mechanisms.memory_budget.costs import Scratch, StepCosts, rest_between
 from retime.mechanisms.memory_budget.dry_run.profile import Size
 from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, replay
-from retime.mechanisms.memory_budget.search import part_sizes, search_plan
+from retime.mechanisms.memory_budget.search import PlanChoice, part_sizes, search_plan
 from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.schedules.budget import BudgetError, OffloadPlan
 from retime.schedules.errors import ScheduleError
-from support.profiled_steps import MODELS, SAMPLES, step_of
+from support.profiled_steps import MODELS, SAMPLES, Reads, step_of
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -92,11 +94,6 @@ def test_scratch_counts_against_the_budget() -> None:
 
 def test_a_step_that_reads_values_is_planned_from_real_runs() -> None:
     torch.manual_seed(0)
-
-    class Reads(nn.Module):
-        def forward(self, values: Tensor) -> Tensor:
-            return values * values.abs().max().item()
-
     layers: list[nn.Module] = []
     for _ in range(4):
         layers += [nn.Linear(64, 64), nn.Tanh()]
@@ -128,6 +125,18 @@ def test_a_kernel_that_saves_more_than_it_says_is_noticed() -> None:
     assert memory.plan(64).saved == len(real.saved)
     # oneDNN's work space grows in steps, so one and two samples say only roughly what 64 need.
     assert memory.peak_bytes(memory.plan(64)) == pytest.approx(real.peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "samples", "expected"),
+    [(1, 44, 32, 44), (1, 44, 256, 44), (44, 0, 32, 44), (44, 0, 256, 44), (100, 300, 128, 700)],
+)
+def test_what_is_beyond_tensors_grows_only_where_counts_are_no_noise(
+    first: int, second: int, samples: int, expected: int
+) -> None:
+    """Measured at two sizes, of 32 and 64 samples, in KiB."""
+    between = rest_between(Scratch({}, first * 1024, 0), Scratch({}, second * 1024, 0), 32, 64)
+    assert between.at(samples) == expected * 1024
 
 
 def test_costs_have_units_and_limits() -> None:
@@ -172,3 +181,38 @@ def test_choices_carry_what_was_measured(budget_share: float) -> None:
     chosen = search_plan(step, int(budget_share * whole.peak_bytes), memory=memory)
     assert (chosen.scratch_bytes, chosen.spare_bytes) == (1000, 500)
     assert chosen.peak_bytes + 500 <= budget_share * whole.peak_bytes
+
+
+WIDTH, DEPTH, MANY = 64, 12, 256
+ROOMY = 2**40
+
+
+def choice_of(samples: int, sub_batch: int, budget_bytes: int = ROOMY) -> PlanChoice:
+    """One layer's weights over and over: activations are most of what a step holds, 256 bytes a sample each."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    net = nn.Sequential(*(part for _ in range(DEPTH) for part in (layer, nn.Tanh())))
+    step = TrainingStep(net, torch.randn(samples, WIDTH), samples, lambda batch: net(batch).square().mean())
+    return search_plan(step, budget_bytes, memory=StepMemory(step, (sub_batch,)))
+
+
+@pytest.mark.parametrize(("samples", "small"), [(32, True), (MANY, False)])
+def test_tensors_that_are_too_small_for_the_pool_are_told_apart(samples: int, small: bool) -> None:
+    """Activations of 8 KiB, and of 64 KiB."""
+    choice = choice_of(samples, samples)
+    if small:
+        assert choice.small_bytes >= DEPTH // 2 * samples * WIDTH * 4
+    else:
+        assert choice.small_bytes < POOLED_BYTES
+
+
+def test_parts_have_small_tensors_where_the_batch_has_none() -> None:
+    whole = choice_of(MANY, MANY)
+    parts = choice_of(MANY, 32, whole.peak_bytes)
+    assert parts.plan.sub_batch == 32
+    assert parts.small_bytes >= DEPTH // 2 * 32 * WIDTH * 4
+
+
+def test_small_tensors_are_not_reserved() -> None:
+    choice = replace(choice_of(32, 32), spare_bytes=1)  # as of a plan that was measured
+    large = choice.peak_bytes - choice.small_bytes
+    assert large <= choice.reserved_bytes(ROOMY) < 1.1 * large < choice.peak_bytes

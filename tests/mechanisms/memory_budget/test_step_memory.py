@@ -17,6 +17,7 @@ from retime.mechanisms.memory_budget.offload.hosts import HostMemory, parse_host
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.mechanisms.memory_budget.step_memory import MemoryFloor, StepMemory
 from retime.schedules.budget import BudgetError, Phase
+from support.profiled_steps import Reads
 
 SMALLER_PARTS = "smaller sub-batches, if allowed"
 
@@ -70,16 +71,9 @@ def test_sizes_are_told_to_the_byte_and_readably() -> None:
     assert "needs 2147483648 bytes (2.0 GiB) for one sample" in said
 
 
-class _ReadsItsInput(nn.Module):
-    """A dry run without values cannot follow it."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs * (1.0 if float(inputs.detach().sum()) > 0 else 2.0)
-
-
 def test_batch_norm_in_a_step_that_only_runs_for_real_gets_two_samples() -> None:
     """A BatchNorm after pooling refuses one sample."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), _ReadsItsInput(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), Reads(), nn.Linear(8, 2))
     step = TrainingStep(model, torch.randn(8, 4), 8, lambda batch: model(batch).sum())
     memory = StepMemory(step, (8,))
     assert memory.plain is None

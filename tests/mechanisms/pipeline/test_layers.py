@@ -83,34 +83,18 @@ class Declared(Own):
     """The same, with a promise."""
 
 
-def model() -> nn.Module:
-    return nn.Linear(1, 2)
-
-
-def test_torchs_own_and_declared_ones_go_apart() -> None:
-    one = model()
+def test_which_optimizers_may_have_a_ranks_own_layers() -> None:
+    one, other = nn.Linear(1, 2), nn.Linear(1, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_optimizer(torch.optim.AdamW(one.parameters()), one)
         check_optimizer(Declared(one.parameters(), lr=0.1), one)
-
-
-def test_nobody_knows_of_others() -> None:
-    one = model()
     with pytest.warns(DifferenceWarning, match=r"own layers only, and Own.step is not torch's own"):
         check_optimizer(Own(one.parameters(), lr=0.1), one)
-
-
-def test_lbfgs_needs_all() -> None:
-    one = model()
     with pytest.raises(ValueError, match="LBFGS needs all parameters and gradients at once"):
         check_optimizer(torch.optim.LBFGS(one.parameters()), one)
-
-
-def test_parameters_that_the_module_does_not_know() -> None:
-    one = model()
     with pytest.raises(ValueError, match=r"2 parameters that the module does not know .* shape \(2, 1\)"):
-        check_optimizer(torch.optim.SGD([*one.parameters(), *model().parameters()], lr=0.1), one)
+        check_optimizer(torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1), one)
 
 
 def test_sizes() -> None:

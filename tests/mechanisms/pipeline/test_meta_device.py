@@ -142,19 +142,13 @@ def test_frozen_and_tied_parameters_stay_so():
     assert torch.equal(first, alone[0].weight)  # of the first that has it
 
 
-def test_a_weight_of_two_layers_is_refused():
+def test_what_cannot_get_values_is_refused():
     model = tied()
     with pytest.raises(PipelineError, match="'1' has a weight of '0', and both are on the meta device"):
         hollow_of(model).fill_outside(list(model))
-
-
-def test_nobody_says_how_it_begins():
     model = made(linear, Scale)
     with pytest.raises(PipelineError, match=r"'1\.weight' is on the meta device, and nobody says how it begins"):
         hollow_of(model).fill(model)
-
-
-def test_buffers_without_values_are_refused():
     model = made(linear)
     model.register_buffer("table", torch.ones(3, device="meta"))
     with pytest.raises(PipelineError, match=r"buffers of '' \('table'\) are on the meta device"):

@@ -64,6 +64,7 @@ LATER_SAME: dict[str, list[Case]] = {
     "means_over_labels_of_a_third_transformer": [(2, "padded|gpt2|ooo2")],
 }
 """Left to `make test-all`."""
+KINDS = {"same": SAME, "transformers": OF_TRANSFORMERS, "later": LATER_SAME}
 OTHERS: list[Case] = [(4, "memory"), (2, "splits"), (4, "hollow|sequential"), (2, "counted"), (2, "parts")]
 
 REFUSALS = {
@@ -99,13 +100,9 @@ REFUSALS = {
 @cache
 def started(ranks: int, kind: str) -> list[subprocess.CompletedProcess[str]]:
     """All cases of a kind in one start: starting ranks takes longer than most of them."""
-    listed = {
-        "same": [case for cases in SAME.values() for case in cases],
-        "transformers": [*(case for cases in OF_TRANSFORMERS.values() for case in cases), (2, "hollow|gpt2")],
-        "others": OTHERS,
-        "later": [case for cases in LATER_SAME.values() for case in cases],
-        "refused": [(2, f"refused|{name}") for name in REFUSALS],
-    }
+    listed = {kind: [case for cases in named.values() for case in cases] for kind, named in KINDS.items()}
+    listed["transformers"].append((2, "hollow|gpt2"))
+    listed |= {"others": OTHERS, "refused": [(2, f"refused|{name}") for name in REFUSALS]}
     return run_ranks(ranks, WORKER, *(case for count, case in listed[kind] if count == ranks), timeout_s=280)
 
 
@@ -114,26 +111,19 @@ def outputs(ranks: int, case: str, kind: str = "others") -> list[str]:
     return [said_in(one, case) for one in started(ranks, kind)]
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_trains_as_one_device(name: str) -> None:
-    for ranks, case in SAME[name]:
-        assert outputs(ranks, case, "same") == ["same"] * ranks
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", LATER_SAME)
-def test_trains_as_one_device_too(name: str) -> None:
-    if "transformer" in name:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=[pytest.mark.long] if kind == "later" else [])
+        for kind, named in KINDS.items()
+        for name in named
+    ],
+)
+def test_trains_as_one_device(kind: str, name: str) -> None:
+    if "transformer" in kind + name:
         pytest.importorskip("transformers")
-    for ranks, case in LATER_SAME[name]:
-        assert outputs(ranks, case, "later") == ["same"] * ranks
-
-
-@pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_transformers_train_as_on_one_device(name: str) -> None:
-    pytest.importorskip("transformers")
-    for ranks, case in OF_TRANSFORMERS[name]:
-        assert outputs(ranks, case, "transformers") == ["same"] * ranks
+    for ranks, case in KINDS[kind][name]:
+        assert outputs(ranks, case, kind) == ["same"] * ranks
 
 
 def test_each_rank_keeps_its_share() -> None:

@@ -1,6 +1,5 @@
 """The layer: what it saves, autocast, half precision, bad input, when it stays out of the way, and CUDA graphs."""
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +14,7 @@ from retime.mechanisms.scan import parse_solver, scan_layer
 from retime.mechanisms.scan.cells import BlockJacobians
 from retime.mechanisms.scan.layer import Packing
 from retime.mechanisms.scan.triton_launch import why_not
-from support.scan import MODES, SOLVERS, Case, gradients, make_case, worst_error
+from support.scan import MODES, SOLVERS, gradients, make_case, worst_error
 
 
 def saved_bytes(outputs: list[torch.Tensor], weights: set[int]) -> int:
@@ -154,13 +153,6 @@ class OnlyOn(TorchDispatchMode):
         return results
 
 
-def moved(case: Case, device: str) -> Case:
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device).requires_grad_()
-
-    return Case(case.mode, copy.deepcopy(case.net).to(device), move(case.x), tuple(move(part) for part in case.state))
-
-
 @pytest.fixture
 def as_if_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (safe_solve_module, __import__("sys").modules[Packing.__module__]):
@@ -180,7 +172,7 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_nothing_depends_on_values(meta: str, solver: str, mode: str, bidirectional: bool) -> None:
     """Tensors without values: whatever reads one raises."""
-    case = moved(make_case(mode, 37, bidirectional=bidirectional, dtype=torch.float32), meta)
+    case = make_case(mode, 37, bidirectional=bidirectional, dtype=torch.float32).to(meta)
     outputs = case.scan(solver)
     sent = [torch.empty_like(part) for part in outputs]
     with OnlyOn(meta) as watch:
@@ -190,7 +182,7 @@ def test_nothing_depends_on_values(meta: str, solver: str, mode: str, bidirectio
 
 
 def test_the_check_for_overflow_is_what_reads_otherwise(meta: str) -> None:
-    case = moved(make_case("GRU", 5), meta)
+    case = make_case("GRU", 5).to(meta)
     outputs = case.scan("chunk")
     with pytest.raises(RuntimeError, match="meta"):
         torch.autograd.grad(outputs[0], case.leaves, torch.empty_like(outputs[0]))
@@ -220,7 +212,7 @@ def test_packed_sequences_refuse() -> None:
 def test_replays_equal_eager_steps(solver: str, mode: str) -> None:
     if solver == "triton" and (reason := why_not(mode, 20, torch.float32, torch.device("cuda"))):
         pytest.skip(reason)
-    case = moved(make_case(mode, 65, 3, 20, dtype=torch.float32), "cuda")
+    case = make_case(mode, 65, 3, 20, dtype=torch.float32).to("cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -31,11 +31,8 @@ def count_products(solver: str, steps: int) -> int:
     return ops.products
 
 
-def test_sequential_makes_one_product_a_step() -> None:
+def test_sequential_makes_one_product_a_step_and_chunk_two_a_step_of_a_chunk_and_one_a_chunk() -> None:
     assert count_products("sequential", 400) == 400
-
-
-def test_chunk_makes_two_products_a_step_of_a_chunk_and_one_a_chunk() -> None:
     assert count_products("chunk:20", 400) == 20 + 20 + 400 // 20
     assert count_products("chunk:20", 403) == 20 + 20 + 400 // 20 + 3
 
@@ -138,35 +135,22 @@ def test_unknown_names_are_refused(name: str) -> None:
         check_solver(name)
 
 
-def test_objects_must_solve() -> None:
-    with pytest.raises(TypeError, match="solve"):
-        check_solver(3)  # type: ignore[arg-type]
-
-
 def chosen(mode: str, steps: int, batch: int, hidden: int, dtype: torch.dtype = torch.float32) -> str:
     x, state = torch.empty(steps, batch, 8, dtype=dtype), torch.empty(1, batch, hidden, dtype=dtype)
     solver = choose_solver("auto", mode, x, state)
     return AUTOGRAD if solver is None else repr(solver)
 
 
-def test_long_narrow_sequences_are_scanned_side_by_side() -> None:
+def test_layers_get_what_is_fastest_for_them() -> None:
+    """Long narrow sequences are scanned side by side, wide layers go step by step, and torch keeps the rest."""
     assert chosen("RNN_TANH", 1000, 1, 20) == "chunk"
     assert chosen("GRU", 10_000, 1, 8) in ("chunk", "blelloch")
-
-
-def test_wide_layers_go_step_by_step() -> None:
     assert chosen("GRU", 1000, 16, 64) == "sequential"
     assert chosen("RNN_RELU", 1000, 1, 256) == "sequential"
-
-
-def test_torch_keeps_what_it_does_faster() -> None:
     assert chosen("GRU", 100, 256, 256) == AUTOGRAD
     assert chosen("RNN_TANH", 1, 1, 8) == AUTOGRAD
     assert chosen("LSTM", 1000, 16, 20) == AUTOGRAD  # one oneDNN kernel for all steps
-
-
-def test_lstm_in_float64_has_no_fused_kernel() -> None:
-    assert chosen("LSTM", 1000, 1, 8, torch.float64) != AUTOGRAD
+    assert chosen("LSTM", 1000, 1, 8, torch.float64) != AUTOGRAD  # which there is none of in float64
 
 
 def test_unknown_devices_keep_torchs_own() -> None:

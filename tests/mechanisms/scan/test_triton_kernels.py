@@ -3,7 +3,6 @@
 `test_triton_launch.py` runs this file in the interpreter wherever triton is installed.
 """
 
-import copy
 import os
 import sys
 import warnings
@@ -17,7 +16,7 @@ from retime.mechanisms.scan import backward as safe_solve
 from retime.mechanisms.scan import calibrate, parse_solver, triton_launch
 from retime.mechanisms.scan.cells import BlockJacobians
 from retime.mechanisms.scan.solvers import Sequential, TritonChunk
-from support.scan import Case, CountOps, gradients, make_case, worst_error
+from support.scan import CountOps, gradients, make_case, worst_error
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -57,11 +56,6 @@ def make_scan(blocks: int, hidden: int, steps: int, batch: int, dtype: torch.dty
     return BlockJacobians(scale, matrix), torch.randn(steps, batch, hidden, dtype=dtype, device=DEVICE)
 
 
-def on_device(case: Case) -> Case:
-    x, *state = (part.detach().to(DEVICE).requires_grad_() for part in (case.x, *case.state))
-    return Case(case.mode, case.net.to(DEVICE), x, tuple(state))
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("steps", [1, 7, 65])
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -91,18 +85,17 @@ def test_float64(blocks: int, hidden: int) -> None:
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_layers(mode: str, bidirectional: bool) -> None:
-    case = on_device(make_case(mode, 17, 3, 20, dtype=torch.float32, bidirectional=bidirectional))
+    case = make_case(mode, 17, 3, 20, dtype=torch.float32, bidirectional=bidirectional).to(DEVICE)
     ours = gradients(case.scan("triton:4"), case.leaves)
     own = gradients(case.native(), case.leaves)
-    exact = Case(mode, copy.deepcopy(case.net).double(), case.x.detach().double().requires_grad_(), ())
-    exact.state = tuple(part.detach().double().requires_grad_() for part in case.state)
+    exact = case.to(torch.double)
     truth = gradients(exact.native(), exact.leaves)
     assert worst_error(ours, truth) < 2 * worst_error(own, truth) + 1e-6
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_packed_sequences_and_half_precision(mode: str) -> None:
-    case = on_device(make_case(mode, 6, 3, 5, dtype=torch.bfloat16))
+    case = make_case(mode, 6, 3, 5, dtype=torch.bfloat16).to(DEVICE)
     batch_sizes = torch.tensor([3, 3, 2, 1, 1, 1])
     packed = case.x.detach().flatten(0, 1)[:11].requires_grad_()
     leaves = [packed, *case.leaves[1:]]
@@ -144,17 +137,12 @@ def test_overflow_goes_the_safe_way(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_double_backward_runs_on_torch() -> None:
     if reason := triton_launch.why_not("GRU", 2, torch.float64, DEVICE):
         pytest.skip(reason)
-    case = on_device(make_case("GRU", 5, 1, 2))
+    case = make_case("GRU", 5, 1, 2).to(DEVICE)
 
     def output(*leaves: Tensor) -> Tensor:
         return case.scan("triton:2")[0]
 
     assert torch.autograd.gradgradcheck(output, (case.x, *case.state))
-
-
-def test_an_lstm_is_refused() -> None:
-    with pytest.raises(ValueError, match="not for LSTM"):
-        on_device(make_case("LSTM")).scan("triton")
 
 
 def test_calibrate_measures_triton_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from retime.mechanisms.scan import CostModel, choose_solver, parse_solver, set_cost_model, solvers, triton_launch
+from retime.mechanisms.scan import CostModel, choose_solver, set_cost_model, solvers, triton_launch
 from retime.mechanisms.scan.solvers import CUDA, TritonChunk, check_solver
 from retime.modules import ScanGRU
 from support.scan import make_case
@@ -77,11 +77,6 @@ def test_importing_and_training_need_no_triton() -> None:
         "assert 'retime.mechanisms.scan.triton_kernels' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
-
-
-def test_a_chunk_of_no_step_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"length=0\): give a whole number of 1 or more"):
-        parse_solver("triton:0")
 
 
 def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

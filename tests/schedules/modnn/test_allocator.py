@@ -32,27 +32,6 @@ def test_exact_size_before_first_fit():
     assert pool.find(6) is None
 
 
-def test_offsets_and_splits():
-    pool = Pool(10)
-    first, second = pool.allocate(4, 1), pool.allocate(3, 2)
-    assert (first.offset, second.offset) == (0, 4)
-    assert layout(pool) == [(0, 4, 1), (4, 3, 2), (7, 3, None)]
-    assert pool.allocate(4, 3) is None
-    assert pool.used_bytes == 7
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
-def test_free_segments_merge_with_their_neighbours(order):
-    pool = Pool(9)
-    segments = [pool.allocate(3, number) for number in range(3)]
-    for number in order:
-        pool.free(segments[number])
-    assert layout(pool) == [(0, 9, None)]
-    assert pool.used_bytes == 0
-    assert (pool.peak_bytes, pool.high_water_bytes) == (9, 9)
-    assert pool.allocate(9, 7).offset == 0
-
-
 def test_holes_count_for_the_high_water_mark_and_not_for_the_bytes_in_use():
     pool = Pool(12)
     below = pool.allocate(4, 0)
@@ -128,18 +107,6 @@ def test_against_a_map_of_bytes():
         assert [owner for _, size, owner in pieces for _ in range(size)] == owners
         assert all(a[2] is not None or b[2] is not None for a, b in pairwise(pieces))
         assert pool.used_bytes == sum(owner is not None for owner in owners)
-
-
-def test_copies_go_into_the_first_gap_that_holds_them():
-    lane = TransferLane()
-    assert lane.book(0, 2) == 0
-    assert lane.book(6, 2) == 6
-    assert lane.place([(0, 3), (0, 3), (0, 5)]) == [2, 8, 11], "3 ms fit between 2 and 6 once"
-    assert lane.free_ms == 8, "place books nothing"
-    assert lane.book(0, 5) == 8
-    assert lane.book(0, 4) == 2
-    assert lane.book(0, 1) == 13
-    assert lane.free_ms == 14
 
 
 def test_not_before_it_is_ready():

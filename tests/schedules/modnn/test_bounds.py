@@ -15,7 +15,6 @@ from retime.schedules.modnn.bounds import (
     require_floor,
     select_sub_batch,
 )
-from support.vgg_chain import vgg_chain
 
 
 def small():
@@ -140,14 +139,3 @@ def test_refusal_says_what_would_help():
     with pytest.raises(BudgetError, match="90 bytes are workspace of layer 'loss'"):
         require_floor(TaskGraph(graph.blocks, (*graph.tasks[:2], needy, *graph.tasks[3:])), 1, 80)
     assert require_floor(graph, 1, 30).bytes == 30
-
-
-def test_chain_has_vgg_16s_parameters():
-    layers = [64, 64, "M", 128, 128, "M", *[256] * 3, "M", *[512] * 3, "M", *[512] * 3, "M"]
-    graph = vgg_chain(layers, image=224, classes=1000, hidden=(4096, 4096))
-    # 138,344,128 weights without biases, and as many gradients
-    assert graph.resident_bytes(1) == 2 * 4 * 138_344_128
-    assert graph.resident_bytes(64) == graph.resident_bytes(1)
-    floor = lower_bound(graph)
-    # BP1 of the second convolution: its delta, its input and its input's delta, each 64 x 224 x 224 floats
-    assert (floor.layer, floor.working_bytes) == ("conv2", 3 * 4 * 64 * 224 * 224)

@@ -196,14 +196,6 @@ def test_algorithm_1_never_breaks_the_rules(algorithms, spare_unused):
     assert defragmented
 
 
-def test_rounds_without_the_update():
-    for seed in range(40):
-        graph = random_graph(seed)
-        schedule = offload_schedule(graph, 2, lower_bound(graph, 2).bytes + 3, 2.0, update=False)
-        judge(graph, schedule, update=False)
-        assert "U" not in schedule.start_ms
-
-
 @pytest.mark.parametrize("layers", ["all", "conv"])
 def test_vdnn_never_breaks_the_rules(layers):
     fitting = refused = moved = 0

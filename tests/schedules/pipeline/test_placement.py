@@ -17,11 +17,6 @@ def test_chunks():
     assert modulo(5, 2).stages_of(0) == (1, 3, 5)
 
 
-def test_uneven_blocks_are_balanced_by_cost():
-    assert block(6, 2, costs=[5, 1, 1, 1, 1, 1]).rank_of == (0, 1, 1, 1, 1, 1)
-    assert block(3, 3, costs=[1, 9, 1]).rank_of == (0, 1, 2)
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_no_contiguous_split_has_a_smaller_largest_block(seed):
     chance = random.Random(seed)
@@ -54,6 +49,19 @@ def test_no_contiguous_split_has_a_smaller_largest_block(seed):
         (lambda: StageCosts((), (), ()), "at least one stage"),
         (lambda: StageCosts((1,), (1, 1), (1,)), "output_gradient_ms has 2 entries, forward_ms has 1"),
         (lambda: StageCosts((1,), (1,), (-1,)), "weight_gradient_ms of stage 1 is -1"),
+        # Placements that a schedule cannot use.
+        (lambda: p.gpipe(p.modulo(4, 2), 2), r"GPipe needs consecutive stages .*block\(\)"),
+        (lambda: p.gpipe(p.block(4, 2), 0), "micro_batches=0: give 1 or more"),
+        (lambda: p.one_forward_one_backward(p.v_shape(4, 2), 2), "1F1B needs consecutive stages"),
+        (lambda: p.zb_h1(p.modulo(4, 2), 2), "ZB-H1 needs consecutive stages"),
+        (lambda: p.interleaved(p.v_shape(4, 2), 2), r"dealt out in turn: use modulo\(\)"),
+        (lambda: p.interleaved(p.modulo(4, 2), 5), "micro_batches=5 do not fill 2 rounds.*such as 4"),
+        (lambda: p.interleaved_zero_bubble(p.modulo(5, 2), 2), r"use modulo\(\) with a group size that divides"),
+        (lambda: p.zbv(p.modulo(4, 2), 2), r"ZBV needs two chunks a rank.*v_shape\(\)"),
+        (lambda: p.zbv(p.block(2, 1), 2), "ZBV needs at least 2 ranks"),
+        (lambda: p.synchronised(p.ooo_pipe2(4, 2, 2), p.modulo(4, 2), k=5), "k=5: give 0"),
+        (lambda: p.ooo_pipe1(p.modulo(4, 2), 2), r"OOO-Pipe1 needs consecutive stages .* block\(\)"),
+        (lambda: p.ooo_pipe2(4, 2, 2, group=5), "group=5"),
     ],
 )
 def test_refusals(make, says):
@@ -102,28 +110,6 @@ def test_mistakes(old, new, says):
             check()
         assert says in str(caught.value)
         assert "missing" in says or "no lane" in says or "<-- ERROR HERE" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: p.gpipe(p.modulo(4, 2), 2), r"GPipe needs consecutive stages .*block\(\)"),
-        (lambda: p.gpipe(p.block(4, 2), 0), "micro_batches=0: give 1 or more"),
-        (lambda: p.one_forward_one_backward(p.v_shape(4, 2), 2), "1F1B needs consecutive stages"),
-        (lambda: p.zb_h1(p.modulo(4, 2), 2), "ZB-H1 needs consecutive stages"),
-        (lambda: p.interleaved(p.v_shape(4, 2), 2), r"dealt out in turn: use modulo\(\)"),
-        (lambda: p.interleaved(p.modulo(4, 2), 5), "micro_batches=5 do not fill 2 rounds.*such as 4"),
-        (lambda: p.interleaved_zero_bubble(p.modulo(5, 2), 2), r"use modulo\(\) with a group size that divides"),
-        (lambda: p.zbv(p.modulo(4, 2), 2), r"ZBV needs two chunks a rank.*v_shape\(\)"),
-        (lambda: p.zbv(p.block(2, 1), 2), "ZBV needs at least 2 ranks"),
-        (lambda: p.synchronised(p.ooo_pipe2(4, 2, 2), p.modulo(4, 2), k=5), "k=5: give 0"),
-        (lambda: p.ooo_pipe1(p.modulo(4, 2), 2), r"OOO-Pipe1 needs consecutive stages .* block\(\)"),
-        (lambda: p.ooo_pipe2(4, 2, 2, group=5), "group=5"),
-    ],
-)
-def test_placements_that_a_schedule_cannot_use(make, says):
-    with pytest.raises(ValueError, match=says):
-        make()
 
 
 def test_every_stage_is_summed_once_behind_its_last_weight_gradient():

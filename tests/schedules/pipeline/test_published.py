@@ -112,17 +112,11 @@ TABLE = {  # with O1, hop 0 and hop 0.5, and the peak of live layers: F, O and W
 @pytest.mark.parametrize("name", TABLE[4, 16, 4])
 def test_table_of_makespans(shape, name):
     ranks, layers, micro_batches = shape
-    published = {
-        "gpipe": p.gpipe,
-        "interleaved": p.interleaved,
-        "interleaved_zero_bubble": p.interleaved_zero_bubble,
-        "zbv": p.zbv,
-    }
     placement = {"gpipe": p.block, "zbv": p.v_shape}.get(name, p.modulo)(layers, ranks)
     times, peaks = [], []
     for hop_ms in (0, 0.5):
-        if name in published:
-            schedule = published[name](placement, micro_batches, first_output_gradient=True)
+        if name not in ("flush", "greedy"):
+            schedule = getattr(p, name)(placement, micro_batches, first_output_gradient=True)
         else:
             rule = {"rule": p.GREEDY} if name == "greedy" else {}
             schedule = p.ooo_pipe2(layers, ranks, micro_batches, hops=hop_ms, first_output_gradient=True, **rule)
@@ -215,17 +209,6 @@ def test_figure_5():
         "rank0  |F1|..|F3|..|F5|..|F7|.....|O7|W7|O5|W5|O3|W3|W1|\n"
         "rank1   ..|F2|..|F4|..|F6|..|F8|O8|W8|O6|W6|O4|W4|O2|W2|"
     )
-
-
-def test_figure_5_modulo_allocation_uses_both_gpus_for_nine_tenths_of_the_backward_pass():
-    dealt = figure(8, 2, None)[2]
-    backward_ms = 16 - 8
-    for rank, works_ms in enumerate((7, 8)):  # W1 and O1..., of 15 gradients
-        busy = sum(
-            span.duration_ms for span in dealt.timeline.spans if span.lane == f"rank{rank}" and span.start_ms >= 8
-        )
-        assert busy == works_ms
-    assert (7 + 8) / (2 * backward_ms) > 0.9
 
 
 def test_figure_6():

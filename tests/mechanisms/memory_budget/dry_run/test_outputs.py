@@ -18,7 +18,6 @@ from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 from retime.schedules.budget import BlockKind, BudgetError, OffloadPlan
-from support.memory_budget import SPLITS, use_costs
 
 SAMPLES, CLASSES = 64, 1000
 LOGITS = SAMPLES * CLASSES * 4
@@ -153,8 +152,7 @@ def test_real_runs_of_few_samples_know_the_whole_batchs_outputs() -> None:
     assert memory.peak_bytes(memory.plan(8)) == pytest.approx(exact, rel=0.05)
 
 
-def test_a_budget_that_outputs_alone_would_break_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
+def test_a_budget_that_outputs_alone_would_break_is_refused(splits: None) -> None:
     budget = 3 * LOGITS  # sub-batches need less than half of that beside the outputs
     for what, room in (("loss", budget), ("logits", budget), ("logits", LOGITS)):
         model, batch = classifier()

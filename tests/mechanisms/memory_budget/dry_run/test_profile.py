@@ -12,7 +12,7 @@ from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, profile_st
 from retime.schedules.budget import BlockKind, OffloadPlan, Phase
 from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.bounds import lower_bound
-from support.profiled_steps import MODELS, SAMPLES, step_of
+from support.profiled_steps import MODELS, SAMPLES, Reads, step_of
 
 
 def everything(step: TrainingStep, sub_batch: int, prefetch: int = 0) -> OffloadPlan:
@@ -53,15 +53,6 @@ def test_a_dry_run_leaves_the_step_as_it_was() -> None:
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, gradients, strict=True))
     assert torch.equal(random, torch.get_rng_state())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.module.modules())
-
-
-def test_a_recurrent_layer_still_uses_its_own_parameters() -> None:
-    step = step_of("recurrent", "SGD")
-    profile_step(step)
-    step.loss(step.batch).backward()
-    step.optimizers[0].step()
-    flat = step.module.rnn._flat_weights
-    assert all(one is two for one, two in zip(flat, step.module.rnn.parameters(), strict=True))
 
 
 def test_what_stays_is_counted_by_kind() -> None:
@@ -115,10 +106,6 @@ def test_sub_batches_add_to_gradients_that_are_there() -> None:
 
 
 def test_a_read_value_is_named_and_a_real_run_follows_it() -> None:
-    class Reads(nn.Module):
-        def forward(self, values: Tensor) -> Tensor:
-            return values * 2 if values.sum().item() > 0 else values
-
     model = nn.Sequential(nn.Linear(3, 3), Reads())
     values = torch.randn(SAMPLES, 3)
     step = TrainingStep(model, values, SAMPLES, lambda batch: model(batch).square().sum())
@@ -155,22 +142,17 @@ def test_the_task_graph_predicts_other_batch_sizes() -> None:
         task_graph(one, profile_step(step, 2))
 
 
-def test_a_size_that_does_not_grow_by_the_sample_is_refused() -> None:
-    values = torch.randn(SAMPLES, 4)
-    model = nn.Linear(4, 4)
+def test_a_size_that_does_not_grow_by_the_sample_and_other_operations_are_refused() -> None:
+    model, values = nn.Linear(4, 4), torch.randn(SAMPLES, 4)
     step = TrainingStep(model, values, SAMPLES, lambda batch: (model(batch) @ model(batch).t()).square().sum())
     profiles = [profile_step(step.of_size(size)) for size in (2, 4, 8)]
     with pytest.raises(ScheduleError, match="does not grow by the sample"):
         task_graph(*profiles)
 
-
-def test_a_step_that_runs_other_operations_is_refused() -> None:
-    model = nn.Linear(4, 4)
-
     def loss(batch: Tensor) -> Tensor:
         return model(batch).tanh().sum() if len(batch) > 2 else model(batch).sum()
 
-    step = TrainingStep(model, torch.randn(SAMPLES, 4), SAMPLES, loss)
+    step = TrainingStep(model, values, SAMPLES, loss)
     with pytest.raises(ScheduleError, match=r"runs other operations.*LayerDrop.*dry_run='off'"):
         task_graph(profile_step(step.of_size(2)), profile_step(step))
 

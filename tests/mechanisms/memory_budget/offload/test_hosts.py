@@ -56,12 +56,6 @@ def test_space_is_reserved_before_the_first_step(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == []  # the file has no name
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(HostError, match=r"missing.*name an existing folder") as caught:
-        parse_host(f"disk:{tmp_path}/missing", "cpu")
-    assert caught.value.errno == errno.ENOENT
-
-
 def test_a_full_disk_says_what_to_do_and_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -115,6 +109,9 @@ def test_parse_host(tmp_path: Path) -> None:
         parse_host("disk:", "cpu")
     with pytest.raises(ValueError, match="use host='memory'"):
         parse_host(f"disk:{tmp_path}", "cuda")
+    with pytest.raises(HostError, match=r"missing.*name an existing folder") as caught:
+        parse_host(f"disk:{tmp_path}/missing", "cpu")
+    assert caught.value.errno == errno.ENOENT
 
 
 def test_places_never_overlap_and_exact_fits_come_first() -> None:

@@ -18,7 +18,6 @@ from retime.mechanisms.memory_budget.search import PlanTrial, search_plan
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.schedules.budget import BudgetError, OffloadPlan
-from support.memory_budget import SPLITS, use_costs
 
 WIDTH, DEPTH, SAMPLES = 16, 3, 128
 PLAIN, PARTS, FLOOR = 300_000, 60_000, 10_000  # budgets
@@ -85,15 +84,10 @@ def plain(before: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
     return gradients(net)
 
 
-@pytest.fixture
-def _planned_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
-
-
 SAMPLEWISE = [with_grad, pytest.param(with_vjp, marks=pytest.mark.long), with_jacrev, reads_values]
 
 
-@pytest.mark.usefixtures("_planned_alike")
+@pytest.mark.usefixtures("splits")
 @pytest.mark.parametrize("before", [*SAMPLEWISE, with_functional_call])
 def test_batches_that_fit_run_whole(tmp_path: Path, before: Callable[..., Tensor]) -> None:
     net = Net(before)
@@ -105,7 +99,7 @@ def test_batches_that_fit_run_whole(tmp_path: Path, before: Callable[..., Tensor
     step.remove()
 
 
-@pytest.mark.usefixtures("_planned_alike")
+@pytest.mark.usefixtures("splits")
 @pytest.mark.parametrize("before", SAMPLEWISE)
 def test_others_run_in_sub_batches(tmp_path: Path, before: Callable[..., Tensor]) -> None:
     net = Net(before)
@@ -125,7 +119,7 @@ def test_others_run_in_sub_batches(tmp_path: Path, before: Callable[..., Tensor]
     again.remove()
 
 
-@pytest.mark.usefixtures("_planned_alike")
+@pytest.mark.usefixtures("splits")
 @pytest.mark.parametrize("before", [with_grad, reads_values, with_functional_call])
 @pytest.mark.parametrize("sub_batches", [True, False])
 def test_a_refusal_says_why_nothing_can_be_offloaded(before: Callable[..., Tensor], sub_batches: bool) -> None:

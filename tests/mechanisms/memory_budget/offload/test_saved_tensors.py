@@ -22,6 +22,7 @@ from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTe
 from retime.mechanisms.memory_budget.offload.tier import HostError
 from retime.schedules.budget import OffloadPlan
 from support.memory_budget import offload_all
+from support.profiled_steps import convolutions
 
 
 @pytest.fixture
@@ -29,12 +30,9 @@ def host() -> HostMemory:
     return HostMemory("cpu")
 
 
-def convolutions(norm: bool = True) -> nn.Module:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
-    for _ in range(3):
-        layers += [*([nn.BatchNorm2d(8)] if norm else []), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+@pytest.fixture
+def leaf() -> Tensor:
+    return torch.ones(5000, requires_grad=True)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -46,13 +44,13 @@ def gradients(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_gradients_are_the_same_bit_for_bit(tmp_path: Path, tier: str, prefetch: int, in_flight_bytes: int) -> None:
     model, images = convolutions(), torch.randn(4, 3, 16, 16)
-    twin = copy.deepcopy(model)
+    twin, start = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     model(images).square().sum().backward()
     host = HostMemory("cpu") if tier == "memory" else HostDisk(tmp_path)
     keep = [*twin.parameters(), *twin.buffers(), images]
     offload = offload_all(host, keep, prefetch=prefetch, in_flight_bytes=in_flight_bytes)
     for _ in range(2):  # the second pass uses places and buffers of the first again
-        twin.load_state_dict(copy.deepcopy(convolutions().state_dict()))
+        twin.load_state_dict(start)
         twin.zero_grad()
         with offload:
             loss = twin(images).square().sum()
@@ -179,8 +177,7 @@ def test_a_kept_graph_can_run_backward_again(host: HostMemory) -> None:
     assert host.live_bytes() == 0
 
 
-def test_a_backward_pass_through_a_part_holds_nothing_that_was_fetched_ahead(host: HostMemory) -> None:
-    leaf = torch.ones(1000, requires_grad=True)
+def test_a_backward_pass_through_a_part_holds_nothing_that_was_fetched_ahead(host: HostMemory, leaf: Tensor) -> None:
     with offload_all(host, [leaf], prefetch=3):
         first = leaf.exp()
         second = first.sin().exp()
@@ -241,14 +238,11 @@ def test_contexts_nest_and_the_inner_one_decides(host: HostMemory) -> None:
         third = second.sin()
         del first, second
     third.sum().backward()
-    assert torch.allclose(leaf.grad, _slope(leaf.detach()))
+    x = leaf.detach()
+    assert torch.allclose(leaf.grad, x.exp().exp().cos() * x.exp().exp() * x.exp())
     assert (outer.report().storages, inner.report().storages) == (2, 1)
     with pytest.raises(RuntimeError, match="already around a forward pass"), outer, outer:
         pass
-
-
-def _slope(x: Tensor) -> Tensor:
-    return torch.exp(torch.exp(x)).cos() * torch.exp(torch.exp(x)) * torch.exp(x)
 
 
 def test_copies_in_flight_are_bounded(host: HostMemory) -> None:
@@ -330,8 +324,7 @@ def test_passes_are_left_alone_behind_the_last_storage_that_moves(
     assert host.live_bytes() == 0
 
 
-def test_an_error_behind_the_end_leaves_nothing(host: HostMemory) -> None:
-    leaf = torch.ones(1000, requires_grad=True)
+def test_an_error_behind_the_end_leaves_nothing(host: HostMemory, leaf: Tensor) -> None:
     offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 3), host, [leaf])
     for fails in (False, True):
         with suppress(KeyError), offload:
@@ -346,9 +339,8 @@ def test_an_error_behind_the_end_leaves_nothing(host: HostMemory) -> None:
             offload.__enter__()
 
 
-def test_hooks_around_others_go_on_to_the_end(host: HostMemory) -> None:
+def test_hooks_around_others_go_on_to_the_end(host: HostMemory, leaf: Tensor) -> None:
     """Or those around them would be given some passes' tensors, and not others'."""
-    leaf = torch.ones(1000, requires_grad=True)
     offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 3), host, [leaf])
     outer: list[Tensor] = []
     for _ in range(3):
@@ -357,8 +349,7 @@ def test_hooks_around_others_go_on_to_the_end(host: HostMemory) -> None:
     assert outer == []
 
 
-def test_a_short_first_pass_does_not_end_later_ones_early(host: HostMemory) -> None:
-    leaf = torch.ones(1000, requires_grad=True)
+def test_a_short_first_pass_does_not_end_later_ones_early(host: HostMemory, leaf: Tensor) -> None:
     mismatches: list[PlanMismatch] = []
     offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0, 3}), 0, 5), host, [leaf], on_mismatch=mismatches.append)
     for layers in (2, 5, 5):
@@ -370,8 +361,7 @@ def test_a_short_first_pass_does_not_end_later_ones_early(host: HostMemory) -> N
     assert offload.report().storages == 1 + 2 + 2
 
 
-def test_every_17th_pass_is_watched_to_its_end(host: HostMemory) -> None:
-    leaf = torch.ones(1000, requires_grad=True)
+def test_every_17th_pass_is_watched_to_its_end(host: HostMemory, leaf: Tensor) -> None:
     mismatches: list[PlanMismatch] = []
     offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 1), host, [leaf], on_mismatch=mismatches.append)
     for step in range(18):
@@ -382,8 +372,7 @@ def test_every_17th_pass_is_watched_to_its_end(host: HostMemory) -> None:
         assert len(mismatches) == (step == 17)
 
 
-def test_hooks_of_the_model_stay_in_force_when_ours_end(host: HostMemory) -> None:
-    leaf = torch.ones(1000, requires_grad=True)
+def test_hooks_of_the_model_stay_in_force_when_ours_end(host: HostMemory, leaf: Tensor) -> None:
     offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 3), host, [leaf])
     own: list[Tensor] = []
 
@@ -402,9 +391,8 @@ def test_hooks_of_the_model_stay_in_force_when_ours_end(host: HostMemory) -> Non
     assert offload.report().storages == 2
 
 
-def test_an_exception_in_the_forward_pass_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_exception_in_the_forward_pass_leaves_nothing_behind(tmp_path: Path, leaf: Tensor) -> None:
     threads = set(threading.enumerate())
-    leaf = torch.ones(5000, requires_grad=True)
     graphs = []
     with HostDisk(tmp_path) as host:
         offload = offload_all(host, [leaf], in_flight_bytes=10**6)
@@ -427,8 +415,7 @@ def test_an_exception_in_the_forward_pass_leaves_nothing_behind(tmp_path: Path) 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_graph_that_is_dropped_gives_its_space_back(tmp_path: Path) -> None:
-    leaf = torch.ones(5000, requires_grad=True)
+def test_a_graph_that_is_dropped_gives_its_space_back(tmp_path: Path, leaf: Tensor) -> None:
     with HostDisk(tmp_path) as host:
         for _ in range(3):
             with offload_all(host, [leaf]):
@@ -441,9 +428,8 @@ def test_a_graph_that_is_dropped_gives_its_space_back(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_fails_the_forward_pass_or_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaf: Tensor
 ) -> None:
-    leaf = torch.ones(5000, requires_grad=True)
 
     def broken(*args: object) -> int:
         raise OSError(5, "Input/output error")

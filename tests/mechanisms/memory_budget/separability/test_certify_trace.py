@@ -1,7 +1,6 @@
 """A probe leaves no trace: parameters, buffers, attributes, gradients, hooks and random states are as they were."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -128,25 +127,6 @@ def test_metrics_and_attributes_are_as_they_were() -> None:
     assert model.net.training
 
 
-def test_random_numbers_go_on_as_if_nothing_had_been() -> None:
-    case = language("attention")
-
-    def draws() -> list[float]:
-        return [float(torch.rand(())), random.random(), float(np.random.rand())]
-
-    def seed() -> None:
-        torch.manual_seed(1)
-        random.seed(1)
-        np.random.seed(1)
-
-    seed()
-    expected = draws()
-    seed()
-    certify(case.step, case.batch, case.model)
-
-    assert draws() == expected
-
-
 def test_no_hook_of_the_backward_pass_on_the_originals_fires() -> None:
     case = classifier(convolutional())
     fired: list[str] = []
@@ -158,19 +138,6 @@ def test_no_hook_of_the_backward_pass_on_the_originals_fires() -> None:
     assert fired == []
     case.step(case.batch).backward()
     assert len(fired) == len(list(case.model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("hook", "separable"),
-    [(lambda gradient: gradient * 0.5, True), (lambda gradient: gradient.clamp(-1e-3, 1e-3), False)],
-    ids=["scales", "clips"],
-)
-def test_gradient_hooks_are_a_part_of_the_step(hook: Callable[[Tensor], Tensor], separable: bool) -> None:
-    torch.manual_seed(0)
-    case = classifier(convolutional())
-    case.model[0].weight.register_hook(hook)
-
-    assert certify(case.step, case.batch, case.model).separable == separable
 
 
 def test_a_penalty_on_parameters_held_outside_of_the_model_is_seen() -> None:

@@ -65,20 +65,6 @@ def test_convolutions(size: int, stride: int, padding: int, dilation: int, group
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Conv2d(4, 4, (3, 2), (1, 2), (1, 0), (2, 1), 4), (4, 7, 6)),
-        (nn.Conv2d(2, 3, 3, padding="same", dilation=2, bias=False), (2, 6, 5)),
-        (nn.Conv2d(2, 3, 3, padding="valid"), (2, 4, 5)),
-        (nn.Conv1d(2, 3, 4, padding="same", dilation=2), (2, 7)),
-        (nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
-    ],
-)
-def test_other_convolutions(layer: nn.Module, shape: tuple[int, ...]) -> None:
-    check(layer, *shape)
-
-
-@pytest.mark.parametrize(
     ("size", "stride", "padding", "ceil"), list(itertools.product((2, 3), (1, 2, 3), (0, 1), (False, True)))
 )
 def test_poolings(size: int, stride: int, padding: int, ceil: bool) -> None:
@@ -90,6 +76,11 @@ def test_poolings(size: int, stride: int, padding: int, ceil: bool) -> None:
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
+        (nn.Conv2d(4, 4, (3, 2), (1, 2), (1, 0), (2, 1), 4), (4, 7, 6)),
+        (nn.Conv2d(2, 3, 3, padding="same", dilation=2, bias=False), (2, 6, 5)),
+        (nn.Conv2d(2, 3, 3, padding="valid"), (2, 4, 5)),
+        (nn.Conv1d(2, 3, 4, padding="same", dilation=2), (2, 7)),
+        (nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
         (nn.MaxPool2d(2, 1, dilation=2), (2, 7, 6)),
         (nn.MaxPool1d(2), (2, 7)),
         (nn.MaxPool3d(2), (2, 4, 5, 4)),
@@ -186,11 +177,6 @@ def test_what_is_unknown_says_why(layer: nn.Module, shape: tuple[int, ...], reas
         jacobian_of(layer, torch.Size(shape))
 
 
-def test_pruning_refuses_nonsense() -> None:
-    with pytest.raises(ValueError, match="ReLU has no convolution or linear layer"):
-        prune_class_blind(nn.ReLU(), 0.5)
-
-
 def sparse(rows: int, columns: int, density: float, samples: int = 1) -> tuple[CsrPattern, Tensor]:
     kept = torch.rand(rows * columns) < density
     pattern = CsrPattern.full(rows, columns).only(kept)
@@ -246,11 +232,6 @@ def test_matrix_times_vector(density: float, samples: int) -> None:
     vectors = torch.randn(7, 4, dtype=torch.double)
     wanted = (dense(pattern, values) @ vectors.t()[:, :, None])[:, :, 0].t()
     torch.testing.assert_close(VectorPlan(pattern)(values, vectors), wanted, rtol=1e-13, atol=1e-14)
-
-
-def test_factors_must_fit() -> None:
-    with pytest.raises(ValueError, match="cannot multiply 3 x 2 by 3 x 2: list the Jacobians from the last layer"):
-        ProductPlan(CsrPattern.full(3, 2), CsrPattern.full(3, 2))
 
 
 @pytest.mark.parametrize("levels", [0, 1, 2, 3, None])
