@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from contract.random_models.check import Verdict
-from contract.random_models.fits import Fit
+from contract.random_models.fits import Fit, counted
 from contract.random_models.losses import loss_of
 from contract.random_models.mechanisms import UPDATED_TWICE, Mechanism, in_backward
 from contract.random_models.model import batches, build
@@ -81,14 +81,6 @@ def _state_left_alone(spec: Spec) -> Spec:
     return replace(spec, training=replace(spec.training, between=between))
 
 
-def _count(name: str) -> Any:
-    def did(trainer: Trainer) -> bool:
-        report = trainer.strategy.report()
-        return report is not None and getattr(report, name) > 0
-
-    return did
-
-
 def _updated_on_host(trainer: Trainer) -> bool:
     update = trainer.strategy.report().update
     return update is not None and update.steps > 0
@@ -103,7 +95,7 @@ def _all_blocks(spec: Spec) -> Any:
 ON_RANKS = [
     Mechanism(
         "fused_optimizer_ddp",
-        lambda: Fit(lambda spec: FusedOptimizerDDPStrategy(**_ddp(spec)), _count("fused_updates")),
+        lambda: Fit(lambda spec: FusedOptimizerDDPStrategy(**_ddp(spec)), counted("fused_updates")),
         _used_in_backward,
         late=True,
         raises=UPDATED_TWICE,
@@ -114,7 +106,7 @@ ON_RANKS = [
     ),
     Mechanism(
         "ooo_ddp",
-        lambda: Fit(_all_blocks, _count("deferred_gradients")),
+        lambda: Fit(_all_blocks, counted("deferred_gradients")),
         _longer,
         share=30,
         every=2,
@@ -132,7 +124,7 @@ ON_RANKS = [
     ),
     Mechanism(
         "memory_budget_ddp",
-        lambda: Fit(lambda spec: MemoryBudgetDDPStrategy(**_ddp(spec)), _count("steps")),
+        lambda: Fit(lambda spec: MemoryBudgetDDPStrategy(**_ddp(spec)), counted("steps")),
         used,
         every=5,
         here=False,
