@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from contract.bench import Bench
 from contract.models import BATCH, FEATURES, Net, adam, sgd
-from contract.registry import scenario
+from contract.registry import fits, scenario
 from contract.traits import MANUAL, UNUSED
 
 CLASSES = 3
@@ -46,9 +46,7 @@ class Autoencoder(Net):
         return mse_loss(self.decoder(self(inputs)), inputs)
 
 
-@scenario()
-def template_autoencoder(bench: Bench) -> None:
-    bench.fit(Autoencoder(), val=bench.loader(batches=2))
+fits(template_autoencoder=lambda bench: bench.fit(Autoencoder(), val=bench.loader(batches=2)))
 
 
 class Classifier(Net):
