@@ -17,7 +17,7 @@ from retime.recipes.ooo.reverse_first_k import Hosts, Sweep, Targets, best_fixed
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
 from retime.recipes.ooo.variants import label, variant
 from retime.recipes.report import markdown
-from support.recipes import settings_for
+from support.recipes import assert_draws, settings_for
 from support.time_limits import limit_s
 
 WIDTH = 8
@@ -181,8 +181,7 @@ def test_reports_are_made_from_the_json_alone(name: str, tmp_path: Path) -> None
     recipe, result = results()[name]
     text = markdown(result, recipe)
     assert "## Paper and this machine" in text
-    recipe.draw(result, tmp_path / "result.png")
-    assert (tmp_path / "result.png").stat().st_size > 10_000
+    assert_draws(recipe, result, tmp_path, 10_000)
 
 
 def test_memory_overhead_is_in_percent() -> None:
