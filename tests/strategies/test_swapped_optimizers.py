@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
@@ -58,8 +57,7 @@ def test_one_process_has_no_updates_to_divide() -> None:
     assert trainer.global_step == 2
 
 
-def test_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def test_devices_are_refused(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPUAccumulateStrategy, "root_device", torch.device("cuda:0"))
     strategy = CPUAccumulateStrategy(update_on_host=True)
     strategy.model = DistributedDataParallel(nn.Linear(2, 2))

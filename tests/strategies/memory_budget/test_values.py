@@ -12,26 +12,9 @@ from retime.foundations.messages import NoEffectWarning
 from retime.foundations.parts.combine import Certificate, Count, Weighting
 from retime.mechanisms.memory_budget.separability.certify import certify
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
-from support.memory_budget import (
-    CLASSES,
-    FEATURES,
-    IGNORED,
-    SHALLOW,
-    SPLITS,
-    WIDTH,
-    ShallowNet,
-    assert_close,
-    fit_both,
-    loader,
-    use_costs,
-)
+from support.memory_budget import CLASSES, FEATURES, IGNORED, SHALLOW, WIDTH, ShallowNet, assert_close, fit_both, loader
 
-pytestmark = IGNORED
-
-
-@pytest.fixture(autouse=True)
-def _planned_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
+pytestmark = [*IGNORED, pytest.mark.usefixtures("splits")]
 
 
 class Weighted(ShallowNet):
