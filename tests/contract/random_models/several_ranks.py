@@ -92,8 +92,12 @@ def _all_blocks(spec: Spec) -> Any:
     return row.strategy(_ddp(spec))
 
 
+def _on_ranks(name: str, way: Any, fit: Any, **options: Any) -> Mechanism:
+    return Mechanism(name, way, fit, here=False, train=train_on_ranks, **options)
+
+
 ON_RANKS = [
-    Mechanism(
+    _on_ranks(
         "fused_optimizer_ddp",
         lambda: Fit(lambda spec: FusedOptimizerDDPStrategy(**_ddp(spec)), counted("fused_updates")),
         _used_in_backward,
@@ -101,34 +105,20 @@ ON_RANKS = [
         raises=UPDATED_TWICE,
         share=40,
         every=2,
-        here=False,
-        train=train_on_ranks,
     ),
-    Mechanism(
-        "ooo_ddp",
-        lambda: Fit(_all_blocks, counted("deferred_gradients")),
-        _longer,
-        share=30,
-        every=2,
-        here=False,
-        train=train_on_ranks,
-    ),
-    Mechanism(
+    _on_ranks("ooo_ddp", lambda: Fit(_all_blocks, counted("deferred_gradients")), _longer, share=30, every=2),
+    _on_ranks(
         "cpu_accumulate_ddp_update_on_host",
         lambda: Fit(lambda spec: CPUAccumulateStrategy(update_on_host=True, **_ddp(spec)), _updated_on_host),
         _state_left_alone,
         late=True,
         every=2,
-        here=False,
-        train=train_on_ranks,
     ),
-    Mechanism(
+    _on_ranks(
         "memory_budget_ddp",
         lambda: Fit(lambda spec: MemoryBudgetDDPStrategy(**_ddp(spec)), counted("steps")),
         used,
         every=5,
-        here=False,
-        train=train_on_ranks,
     ),
     PIPELINE,
 ]
