@@ -1,12 +1,14 @@
-"""What the strategies refuse, before anything is set up, and how they report."""
+"""What the strategies refuse, before anything is set up, how they report, and that swapped optimizers are let go of."""
 
+import gc
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -15,6 +17,8 @@ from lightning.pytorch.strategies import (
     SingleDeviceXLAStrategy,
     StrategyRegistry,
 )
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import retime
 from contract import rows
@@ -184,3 +188,49 @@ def test_the_other_lightning_package_is_pointed_out() -> None:
         other.Trainer(strategy=retime.FusedOptimizerStrategy(), logger=False)
     with pytest.raises(TypeError, match=r"from lightning\.pytorch import Trainer"):
         FuseOptimizer().setup(other.Trainer(accelerator="cpu", logger=False), None, "fit")
+
+
+class Swap(Callback):
+    def __init__(self) -> None:
+        self.gone: list[weakref.ref[Any]] = []
+        self.alive: list[bool] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.gone = [weakref.ref(optimizer) for optimizer in trainer.strategy.optimizers]
+            trainer.strategy.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.1)]
+        if batch_idx == 4:
+            gc.collect()
+            self.alive = [reference() is not None for reference in self.gone]
+
+
+class Model(BoringModel):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_a_swapped_optimizer_is_let_go_and_its_counts_stay(mode: str) -> None:
+    strategy, swap = FusedOptimizerStrategy(mode), Swap()
+    trainer(strategy=strategy, max_steps=6, callbacks=[swap]).fit(Model())
+    assert swap.alive == [False]
+    report = strategy.report()
+    assert report.steps == 6
+    assert report.fused_updates + report.late_updates == 6 * 2
+
+
+def test_one_process_has_no_updates_to_divide() -> None:
+    alone = trainer(strategy=retime.CPUAccumulateStrategy(update_on_host=True))
+    with pytest.warns(
+        retime.NoEffectWarning, match="with one process there are no gradients to add up and no updates to divide"
+    ):
+        alone.fit(BoringModel())
+    assert alone.global_step == 2
+
+
+def test_devices_are_refused(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retime.CPUAccumulateStrategy, "root_device", torch.device("cuda:0"))
+    strategy = retime.CPUAccumulateStrategy(update_on_host=True)
+    strategy.model = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="update_on_host=True is for processors, not for cuda:0"):
+        strategy.register_hooks()
