@@ -124,7 +124,7 @@ def template_transformer(bench: Bench) -> None:
 
 
 class Generative(Net):
-    """A generator and a discriminator with noise drawn in each step, optimized by hand in turn."""
+    """A generator of noise drawn in each step, and a discriminator: each has an optimizer and a scheduler, in turn."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(0.2), nn.Linear(8, FEATURES), nn.Tanh()))
@@ -152,11 +152,14 @@ class Generative(Net):
         for_discriminator.step()
         for_discriminator.zero_grad()
         self.untoggle_optimizer(for_discriminator)
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
         self.trace.append([fooled.detach(), caught.detach()])
         self.log_dict({"fooled": fooled, "caught": caught}, prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        return [adam(self.net.parameters()), adam(self.discriminator.parameters())], []
+        optimizers = [adam(self.net.parameters()), sgd(self.discriminator.parameters())]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
 
 
 @scenario(MANUAL, UNUSED, find_unused_parameters=True)
