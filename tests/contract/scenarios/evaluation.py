@@ -58,19 +58,18 @@ class PredictsBetweenBatches(Callback):
 
 
 class PredictsInStep(Net):
-    """Runs itself under inference_mode before its own training forward."""
+    """Runs itself without gradients before its own training forward."""
+
+    without: Any = torch.inference_mode
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.inference_mode():
+        with self.without():
             self.trace.append({"sample": self(batch[0]).sum().item()})
         return super().training_step(batch, batch_idx)
 
 
-class PredictsWithoutGrad(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.no_grad():
-            self.trace.append({"sample": self(batch[0]).sum().item()})
-        return super().training_step(batch, batch_idx)
+class PredictsWithoutGrad(PredictsInStep):
+    without = torch.no_grad
 
 
 fits(
