@@ -12,6 +12,11 @@ from contract.traits import NORM_CLIP
 NONE_ACROSS_RANKS = "Lightning refuses a training_step that returns None across ranks"
 
 
+class ChangeAccumulation(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.accumulate_grad_batches = 1 if batch_idx < 2 else 2
+
+
 fits(
     # a window of 3, then one of 2
     accumulate_with_short_last_window=lambda bench: bench.fit(
@@ -21,15 +26,6 @@ fits(
     accumulate_by_epoch=lambda bench: bench.fit(
         Net(), callbacks=[GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})], max_epochs=3
     ),
-)
-
-
-class ChangeAccumulation(Callback):
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        trainer.accumulate_grad_batches = 1 if batch_idx < 2 else 2
-
-
-fits(
     accumulation_changes_mid_epoch=lambda bench: bench.fit(
         Net(optimizer=sgd), loader=bench.loader(batches=5), callbacks=[ChangeAccumulation()]
     ),

@@ -159,12 +159,6 @@ class LoadsWeights(Callback):
 fits(ALIASES, weights_shared_with_numpy=lambda bench: bench.fit(NumpyReader(optimizer=sgd)))
 
 fits(
-    optimizer_state_logged=lambda bench: bench.fit(Net(), callbacks=[LogsOptimizerState()]),
-    network_copied_and_pickled=lambda bench: bench.fit(Net(), callbacks=[Copies()]),
-    tensor_hooks=lambda bench: bench.fit(HalvesInPlace(optimizer=sgd), accumulate_grad_batches=2),
-)
-
-fits(
     ACCUMULATION_HOOK,
     accumulation_hooks_before_the_fit=lambda bench: bench.fit(HalvesAccumulatedEarly()),
     accumulation_hooks_at_train_start=lambda bench: bench.fit(HalvesAccumulatedLate(optimizer=sgd)),
@@ -174,12 +168,6 @@ fits(HELD_BACK, accumulation_hooks_mid_run=lambda bench: bench.fit(HalvesAccumul
 
 fits(BACKWARD_HOOK, weights_read_in_backward_hooks=lambda bench: bench.fit(WatchesBackward(optimizer=sgd)))
 
-fits(
-    weights_read_in_forward_hooks=lambda bench: bench.fit(WatchesForward(optimizer=sgd)),
-    optimizer_state_cleared=lambda bench: bench.fit(ClearsMoments(), max_epochs=3),
-    optimizer_built_anew=lambda bench: bench.fit(NewOptimizer(), max_epochs=3),
-)
-
 fits(STATE_DICT, optimizer_state_reloaded=lambda bench: bench.fit(ReloadsOptimizer(), max_epochs=3))
 
 fits(
@@ -188,6 +176,12 @@ fits(
 )
 
 fits(
+    optimizer_state_logged=lambda bench: bench.fit(Net(), callbacks=[LogsOptimizerState()]),
+    network_copied_and_pickled=lambda bench: bench.fit(Net(), callbacks=[Copies()]),
+    tensor_hooks=lambda bench: bench.fit(HalvesInPlace(optimizer=sgd), accumulate_grad_batches=2),
+    weights_read_in_forward_hooks=lambda bench: bench.fit(WatchesForward(optimizer=sgd)),
+    optimizer_state_cleared=lambda bench: bench.fit(ClearsMoments(), max_epochs=3),
+    optimizer_built_anew=lambda bench: bench.fit(NewOptimizer(), max_epochs=3),
     gradients_thrown_away=lambda bench: bench.fit(ClearsGradientsItself(optimizer=sgd), accumulate_grad_batches=2),
     weights_put_back=lambda bench: bench.fit(Net(), callbacks=[LoadsWeights()]),
 )
