@@ -51,7 +51,7 @@ def fit(strategy: Any, root: Path, *callbacks: Callback) -> Net:
     module = net()
     shown = {"enable_checkpointing": True, "enable_progress_bar": True, "default_root_dir": root}
     trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=[CopiesAll(), *callbacks], **shown)
-    trainer.fit(module, sines(24, 4))
+    trainer.fit(module, sines(24, 4), sines(24, 4))
     copy_all(trainer, module)
     return module
 
@@ -111,10 +111,10 @@ def test_a_copied_trainer_fits_by_itself(tmp_path: Path) -> None:
 
     def twin_of(*callbacks: Callback) -> Net:
         trainer = quiet_trainer(max_epochs=1, callbacks=[KeepsATwin(), *callbacks])
-        trainer.fit(net(), sines(24, 4))
+        trainer.fit(net(), sines(24, 4), sines(24, 4))
         twin = KeepsATwin.twin
         twin.fit_loop.max_epochs = 2
-        twin.fit(net(), sines(24, 4))
+        twin.fit(net(), sines(24, 4), sines(24, 4))
         return twin.lightning_module
 
     plain, ours = twin_of(), twin_of(retime.FuseOptimizer("backward"))
