@@ -143,12 +143,6 @@ def has_face(package: Path) -> bool:
     return path.parts[0] in ROOMS and len(path.parts) > 1 and path.as_posix() not in WITHOUT_FACE
 
 
-@pytest.mark.parametrize("folder", LEFT_OF)
-def test_packages_are_imported_through_their_faces(folder):
-    problems = [what for path in files(folder) for what in past_faces(path, imports_in(path))]
-    assert not problems, "\n".join(problems)
-
-
 def named_in(package: Path) -> set[str]:
     """The names that a package's face imports."""
     body = tree_of(package / "__init__.py").body
@@ -236,8 +230,9 @@ def through_faces(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", LEFT_OF)
-def test_nothing_is_imported_through_a_face(folder):
-    problems = [what for path in files(folder) if path.name != "__init__.py" for what in through_faces(path)]
+def test_packages_are_imported_through_their_faces_and_nothing_else_is(folder):
+    problems = [what for path in files(folder) for what in past_faces(path, imports_in(path))]
+    problems += [what for path in files(folder) if path.name != "__init__.py" for what in through_faces(path)]
     assert not problems, "\n".join(problems)
 
 

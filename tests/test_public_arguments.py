@@ -108,10 +108,6 @@ def _trained() -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
 
 
-def _optimizer() -> dict[str, Any]:
-    return {"optimizer": _trained()["optimizer"]}
-
-
 def _budgeted() -> dict[str, Any]:
     model, optimizer = _trained().values()
     return {"model": model, "optimizers": [optimizer], "budget_bytes": 10**6, "host": memory.HostNull()}
@@ -227,8 +223,8 @@ CASES = [
     ),
     Case(retime.fuse_optimizer, _trained, FUSED, right=NO_CLIPPING),
     Case(retime.declare_per_parameter, lambda: {"optimizer_class": torch.optim.SGD}),
-    Case(fusion.BackwardFusion, _optimizer, FUSED, right=NO_CLIPPING),
-    Case(fusion.ForwardFusion, _optimizer, FUSED),
+    Case(fusion.BackwardFusion, lambda: {"optimizer": _trained()["optimizer"]}, FUSED, right=NO_CLIPPING),
+    Case(fusion.ForwardFusion, lambda: {"optimizer": _trained()["optimizer"]}, FUSED),
     Case(fusion.ReductionHook, _wrapped, free=("state",)),
     Case(fusion.DataParallelFusion, _joined, free=("options",)),
     Case(out_of_order.WeightGradientDeferral, _recurrent, right={"k": (0,)}),

@@ -46,7 +46,7 @@ def there(pool):
 
 
 @pytest.mark.usefixtures("there")
-def test_training_is_the_same_and_reuses_memory():
+def test_training_is_the_same_reuses_memory_and_the_pool_ends_with_the_fit():
     callback = CPUMemoryPool()
     plain, pooled = fit(), fit(callback)
     assert all(map(torch.equal, plain, pooled))
@@ -54,12 +54,6 @@ def test_training_is_the_same_and_reuses_memory():
     assert report.reused_bytes > 5 * report.mapped_bytes > 0
     assert report.faults_avoided == (report.reused_bytes + report.moved_bytes) // mmap.PAGESIZE
     assert "reused" in str(report)
-
-
-@pytest.mark.usefixtures("there")
-def test_it_ends_with_the_fit():
-    callback = CPUMemoryPool()
-    fit(callback)
     assert not callback._pool.installed
     assert MemoryPool().install()
     assert torch.empty(10**6).sum() is not None

@@ -165,16 +165,16 @@ def test_layers_of_a_class_are_timed_alone(folder: Path) -> None:
         assert [size for *_, size in running.first["layers"]] == [4 * 17 * 32, 0, 4 * 33 * 4]
 
 
-def test_an_error_is_a_reason_and_says_where(folder: Path) -> None:
-    said = r"advised_models\.py, line \d+, in training_step: ZeroDivisionError: not"
-    running = Running(serve, request_of("fails"), None, 1, Limit(limit_s(60)))
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fails", r"advised_models\.py, line \d+, in training_step: ZeroDivisionError: not"),
+        ("plain", "Sequential has no optimizer: give --optimizer"),
+    ],
+)
+def test_an_error_is_a_reason_and_says_where(folder: Path, name: str, said: str) -> None:
+    running = Running(serve, request_of(name), None, 1, Limit(limit_s(60)))
     with closing(running), pytest.raises(MethodError, match=said):
-        _ = running.first
-
-
-def test_a_plain_module_wants_an_optimizer(folder: Path) -> None:
-    running = Running(serve, request_of("plain"), None, 1, Limit(limit_s(60)))
-    with closing(running), pytest.raises(MethodError, match="Sequential has no optimizer: give --optimizer"):
         _ = running.first
 
 

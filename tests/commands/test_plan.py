@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +25,9 @@ from support.memory_budget import BATCH, SPLITS, norm, use_costs
 from support.time_limits import limit_s
 from support.warm_start import Warm
 
-pytestmark = support.IGNORED
+pytestmark = [*support.IGNORED, pytest.mark.usefixtures("splits")]
 BELOW, TIGHT = "2000", "50000"  # the plain step needs 86,700 bytes, the floor is 25,600
+Run = Callable[..., tuple[int, dict[str, str], str]]
 
 
 class Net(support.Net):
@@ -120,6 +122,18 @@ class Stepless(Net):
 
 def stepless() -> Any:
     return Stepless(), next(iter(support.loader()))
+
+
+class Manual(Net):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def manual() -> tuple[nn.Module, Any]:
+    return Manual(), samples()
 
 
 class ByPosition(Net):
@@ -220,11 +234,6 @@ def fails() -> Any:
     return Fails(2, 2), (torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
 
 
-@pytest.fixture(autouse=True)
-def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
-
-
 def bytes_in(line: str) -> int:
     return int(line.partition(" bytes (")[0])
 
@@ -237,17 +246,28 @@ def answer(out: str) -> dict[str, str]:
     return {line[:15].strip(): line[16:] for line in out.splitlines()}
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, str], str]:
-    status = main(["plan", *arguments])
-    out, errors = capsys.readouterr()
-    return status, answer(out), errors
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The exit status, what is printed by its first words, and what is told."""
+
+    def call(*arguments: str) -> tuple[int, dict[str, str], str]:
+        status = main(["plan", *arguments])
+        out, errors = capsys.readouterr()
+        return status, answer(out), errors
+
+    return call
 
 
-def test_a_small_budget_and_what_takes_long(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def planned(run: Run, *arguments: str) -> dict[str, str]:
+    """What is printed of a step that fits."""
+    status, said, errors = run(*arguments, "--budget", "1GiB")
+    assert status == 0, errors
+    return said
+
+
+def test_a_small_budget_and_what_takes_long(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support.memory_budget.step_planner.PlanTrial.step_ms", lambda *_: 1.0)
-    status, said, told = run(capsys, f"{__name__}:lightning_model", "--budget", TIGHT)
+    status, said, told = run(f"{__name__}:lightning_model", "--budget", TIGHT)
     assert status == 0
     assert said["plan"].startswith("sub-batch 86")
     assert said["predicted peak"].endswith("KiB")
@@ -267,44 +287,40 @@ def test_a_small_budget_and_what_takes_long(
 
 @pytest.mark.parametrize("model", ["plain_model", "normed_model"])
 def test_the_same_floor_is_printed_with_a_plan_and_with_a_refusal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     use_costs(monkeypatch, replace(SPLITS, spare_bytes=1000))
-    (below, refusal, _), (_, fits, _) = (run(capsys, f"{__name__}:{model}", "--budget", one) for one in (BELOW, "1GiB"))
+    (below, refusal, _), (_, fits, _) = (run(f"{__name__}:{model}", "--budget", one) for one in (BELOW, "1GiB"))
     assert below == 1
     assert "below this step's floor" in refusal["refused"]
     assert "largest task" in refusal["floor"]
     assert refusal["Eq. 6"].endswith("one sample")
     assert "the paper's bound" in refusal["Eq. 7"]
-    tight = run(capsys, f"{__name__}:{model}", "--budget", str(bytes_in(refusal["floor"])))
+    tight = run(f"{__name__}:{model}", "--budget", str(bytes_in(refusal["floor"])))
     assert tight[0] == 0
     assert refusal["floor"] == fits["floor"] == tight[1]["floor"]
 
 
-def test_a_floor_that_cannot_be_found_does_not_take_the_plan_away(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_floor_that_cannot_be_found_does_not_take_the_plan_away(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("not with so few samples")
 
     monkeypatch.setattr(support.step_planner, "least_costs", fail)
-    status, said, _ = run(capsys, f"{__name__}:plain_model", "--budget", "1GiB")
+    status, said, _ = run(f"{__name__}:plain_model", "--budget", "1GiB")
     assert status == 0
     assert said["floor"] == "not known: not with so few samples"
 
 
 @pytest.mark.parametrize(("name", "more"), [("by_position", ()), ("language", ("--optimizer", "torch.optim.SGD"))])
-def test_steps_as_people_write_them(capsys: pytest.CaptureFixture[str], name: str, more: tuple[str, ...]) -> None:
-    status, said, errors = run(capsys, f"{__name__}:{name}", "--budget", "1GiB", *more)
-    assert status == 0, errors
-    assert said["plan"] == "none: the step fits"
+def test_steps_as_people_write_them(run: Run, name: str, more: tuple[str, ...]) -> None:
+    assert planned(run, f"{__name__}:{name}", *more)["plan"] == "none: the step fits"
 
 
 STAGE = re.compile(r"(.*) \(stage (\d+) of at most (\d+)\)")
 
 
-def test_the_floor_of_a_step_that_fits_has_stages_too(capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, told = run(capsys, f"{__name__}:lightning_model", "--budget", "1GiB")
+def test_the_floor_of_a_step_that_fits_has_stages_too(run: Run) -> None:
+    _, _, told = run(f"{__name__}:lightning_model", "--budget", "1GiB")
     found = [match for line in told.splitlines() if (match := STAGE.search(line))]
     assert [int(match[2]) for match in found][:2] == [2, 3], told
     assert {match[3] for match in found} == {"10"}
@@ -324,9 +340,9 @@ def test_stages_are_counted_and_nothing_is_estimated(probed: bool, timed: bool) 
 
 
 @pytest.mark.long
-def test_gradients_that_stay_and_buckets_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gradients_that_stay_and_buckets_count(run: Run) -> None:
     def peak(*more: str) -> float:
-        return kib(run(capsys, f"{__name__}:plain_model", "--budget", "1GiB", *more)[1]["predicted peak"])
+        return kib(run(f"{__name__}:plain_model", "--budget", "1GiB", *more)[1]["predicted peak"])
 
     trained = sum(parameter.nbytes for parameter in Net().parameters()) / 1024
     alone = "--ddp", "--ranks", "1"
@@ -393,7 +409,7 @@ def here(name: str, **arguments: Any) -> str:
 
 
 @pytest.fixture
-def built(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def built(run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The job that a command line makes, which is not planned."""
 
     def make(*arguments: str) -> tuple[Job, dict[str, str]]:
@@ -405,21 +421,19 @@ def built(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
         with monkeypatch.context() as patched:
             patched.setattr("retime.commands.plan._planned", stop)
-            _, said, errors = run(capsys, *arguments, "--budget", "1GiB")
+            _, said, errors = run(*arguments, "--budget", "1GiB")
         assert errors.endswith("ValueError: not planned\n"), errors
         return jobs[0], said
 
     return make
 
 
-def test_defaults_groups_and_overrides(built: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_defaults_groups_and_overrides(built: Any, run: Run, tmp_path: Path) -> None:
     target = "retime.recipes.models.residual_mlp"
     for name, width in (("small", "16"), ("large", "256")):
         write(tmp_path / "model" / f"{name}.yaml", _target_=target, depth="1", width=width)
     config = "--config", write(tmp_path / "mine.yaml", defaults="[{model: small}, _self_]", **BLOCKS | {"model": ""})
-    status, said, errors = run(capsys, *config, "--budget", "1GiB")
-    assert status == 0, errors
-    assert "batch of 64" in said["budget"]
+    assert "batch of 64" in planned(run, *config)["budget"]
 
     def shapes(*overrides: str) -> list[int]:
         job, _ = built(*config, *overrides)
@@ -432,27 +446,21 @@ def test_defaults_groups_and_overrides(built: Any, capsys: pytest.CaptureFixture
     assert len(deep) > len(small)
 
 
-def test_an_experiment_of_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_experiment_of_the_recipes(run: Run) -> None:
     import retime.conf
 
     config = str(Path(retime.conf.__file__).parent / "experiment" / "fusion_fig3.yaml")
     overrides = ("batch_size=4", "data.image_size=32", f"model._target_={__name__}.tiny")
-    status, said, errors = run(capsys, "--config", config, "--budget", "1GiB", *overrides)
-    assert status == 0, errors
-    assert "batch of 4 " in said["budget"]
+    assert "batch of 4 " in planned(run, "--config", config, *overrides)["budget"]
 
 
-def test_a_lightning_module_in_a_config_is_planned_by_its_own_step(
-    built: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_lightning_module_in_a_config_is_planned_by_its_own_step(built: Any, run: Run, tmp_path: Path) -> None:
     def config(model: str, **blocks: str) -> tuple[str, str]:
         texts = BLOCKS | {"data": here("samples"), "model": here(model)} | blocks
         return "--config", write(tmp_path / "mine.yaml", **texts)
 
     def peak(model: str) -> float:
-        status, said, errors = run(capsys, *config(model, optimizer=""), "--budget", "1GiB")
-        assert status == 0, errors
-        return kib(said["predicted peak"])
+        return kib(planned(run, *config(model, optimizer=""))["predicted peak"])
 
     assert peak("Tripled") > 1.5 * peak("Net")
     for model, kind in (("Net", torch.optim.SGD), ("Later", torch.optim.SGD), ("Bare", torch.optim.Adam)):
@@ -492,18 +500,16 @@ def test_batches_and_steps_are_those_of_a_trainer(built: Any, name: str, samples
         ("", ("model.widht=3",), "append to your config use +model.widht=3"),
     ],
 )
-def test_bad_configs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, left_out: str, overrides: tuple[str, ...], pattern: str
-) -> None:
+def test_bad_configs(run: Run, tmp_path: Path, left_out: str, overrides: tuple[str, ...], pattern: str) -> None:
     config = write(tmp_path / "mine.yaml", **BLOCKS | {left_out: ""})
-    status, _, errors = run(capsys, "--config", config, "--budget", "1GiB", *overrides)
+    status, _, errors = run("--config", config, "--budget", "1GiB", *overrides)
     assert status == 2
     assert errors.startswith("retime plan: ")
     assert pattern in errors
 
 
-def test_a_config_that_is_no_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    status, _, errors = run(capsys, "--config", write(tmp_path / "mine.yaml", model="{depth: ???}"))
+def test_a_config_that_is_no_yaml(run: Run, tmp_path: Path) -> None:
+    status, _, errors = run("--config", write(tmp_path / "mine.yaml", model="{depth: ???}"))
     assert status == 2
     assert errors.startswith("retime plan: --config ")
 
@@ -538,6 +544,7 @@ def test_a_config_that_is_no_yaml(capsys: pytest.CaptureFixture[str], tmp_path: 
         ((f"{__name__}:two_outputs",), "the model returned a tuple: let a plain nn.Module return logits"),
         ((f"{__name__}:no_targets",), "a tuple of 1: for a plain nn.Module give (inputs, targets)"),
         ((f"{__name__}:stepless",), "Stepless has no training_step"),
+        ((f"{__name__}:manual",), "Manual has manual optimization: a plan needs automatic optimization"),
         ((f"{__name__}:plain_model", "--batch", "0"), "--batch 0: give 1 or more"),
         ((f"{__name__}:lightning_model", "--batch", "8"), "lightning_model takes no batch_size"),
         ((f"{__name__}:lightning_model", "--optimizer", "torch.optim.Adam"), "Net has a configure_optimizers"),
@@ -547,8 +554,8 @@ def test_a_config_that_is_no_yaml(capsys: pytest.CaptureFixture[str], tmp_path: 
         ((f"{__name__}:plain_model", "--save", "/no/such/plan.json"), "there is no folder /no/such"),
     ],
 )
-def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], pattern: str) -> None:
-    status, _, errors = run(capsys, *arguments)
+def test_bad_arguments(run: Run, arguments: tuple[str, ...], pattern: str) -> None:
+    status, _, errors = run(*arguments)
     assert status == 2
     (line,) = [line for line in errors.splitlines() if line.startswith("retime plan: ")]
     assert pattern in line
@@ -556,61 +563,37 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str,
     assert "lightning-retime[recipes]" not in errors, "another missing module is no matter of the extra"
 
 
-def test_an_error_of_the_users_own_step_says_where(capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, errors = run(capsys, f"{__name__}:Unpacks")
+def test_an_error_of_the_users_own_step_says_where(run: Run) -> None:
+    _, _, errors = run(f"{__name__}:Unpacks")
     last = errors.splitlines()[-1]
     assert re.search(r"test_plan\.py, line \d+, in training_step: ValueError: not enough values to unpack", last)
     assert "Traceback" not in errors
 
 
-def test_a_loader_is_taken_for_its_first_batch_and_a_lacking_optimizer_is_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    status, said, errors = run(capsys, f"{__name__}:no_optimizer", "--budget", "1GiB")
+def test_a_loader_is_taken_for_its_first_batch_and_a_lacking_optimizer_is_told(run: Run) -> None:
+    status, said, errors = run(f"{__name__}:no_optimizer", "--budget", "1GiB")
     assert status == 0, errors
     assert "batch of 256" in said["budget"]
     assert "its states are not counted: give --optimizer" in errors
-    _, adam, errors = run(capsys, f"{__name__}:no_optimizer", "--budget", "1GiB", "--optimizer", "torch.optim.Adam")
+    _, adam, errors = run(f"{__name__}:no_optimizer", "--budget", "1GiB", "--optimizer", "torch.optim.Adam")
     assert "not counted" not in errors
     assert kib(adam["predicted peak"]) > kib(said["predicted peak"])
     assert "barebones" not in errors
 
 
-class Manual(Net):
-    """Steps by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-def manual() -> tuple[nn.Module, Any]:
-    return Manual(), samples()
-
-
-def test_manual_optimization_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, errors = run(capsys, f"{__name__}:manual")
-    assert "Manual has manual optimization: a plan needs automatic optimization" in errors
-
-
-def test_without_the_recipes_extra(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_the_recipes_extra(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A configuration alone needs it: what reads them loads anew, and finds neither hydra nor the recipes."""
     for name in [*sys.modules, "hydra", "omegaconf"]:
         if name.split(".")[0] in ("hydra", "omegaconf") or name.startswith("retime.recipes"):
             monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "retime.commands.configured", raising=False)
-    status, said, errors = run(capsys, f"{__name__}:lightning_model", "--budget", "1GiB")
-    assert status == 0, errors
-    assert "predicted peak" in said
+    assert "predicted peak" in planned(run, f"{__name__}:lightning_model")
     reference = (f"{__name__}:plain_model", "--optimizer", "torch.optim.AdamW", "--batch", "32")
-    status, said, errors = run(capsys, *reference, "--budget", "1GiB")
-    assert status == 0, errors
+    said = planned(run, *reference)
     assert said["plan"] == "none: the step fits"
     assert "batch of 32" in said["budget"]
     assert said["floor"].endswith("1 sample at a time")
     (tmp_path / "train.yaml").touch()
-    status, _, errors = run(capsys, "--config", str(tmp_path / "train.yaml"))
+    status, _, errors = run("--config", str(tmp_path / "train.yaml"))
     assert status == 2
     assert 'pip install "lightning-retime[recipes]"' in errors

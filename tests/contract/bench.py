@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import Logger
 from torch.utils.data import DataLoader, TensorDataset
 
 from contract.models import BATCH, FEATURES
@@ -20,6 +19,7 @@ from contract.rows import Row
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from support.garbage import pass_over_what_is_there
 from support.quiet import only_errors_logged
+from support.trainers import MemoryLogger, quiet_trainer
 
 KNOWN_WARNINGS = {
     "does not have many workers": "the data is tiny, worker processes would only cost time",
@@ -39,28 +39,6 @@ KNOWN_WARNINGS = {
 OWN_WARNINGS = (DifferenceWarning, NoEffectWarning)
 OF_THE_BENCH = "training_step keeps 'trace' on the module:"
 """What pipelines rightly say of the scenarios' own list, which `contract.in_stages` puts together."""
-
-
-class MemoryLogger(Logger):
-    """Keeps what Lightning logs, in order, and writes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[Any] = []
-
-    @property
-    def name(self) -> str:
-        return "memory"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to compare."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.lines.append({"step": step, **metrics})
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -151,19 +129,15 @@ class Bench:
         """A quiet Trainer with the row's strategy (`plain`: with the strategy the row is measured against)."""
         row = self.row.reference if plain else self.row
         quiet: dict[str, Any] = {
-            "accelerator": "cpu",
             "devices": self.devices if row.on_ranks else 1,
             "default_root_dir": self.folder,
             "logger": MemoryLogger(),
             "log_every_n_steps": 1,
             "max_epochs": 2,
             "num_sanity_val_steps": 0,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
         }
         callbacks = kwargs.pop("callbacks", [])
-        trainer = Trainer(
+        trainer = quiet_trainer(
             **quiet | dict(row.trainer) | kwargs,
             strategy=row.strategy(self.scenario.ddp),
             callbacks=[*callbacks, *row.callbacks()],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from contract.record import Record, Refusal
-from retime.foundations.workers import free_port
+from support.ranks import torchrun_variables
 from support.time_limits import limit_s
 from support.warm_start import Warm
 
@@ -109,22 +109,9 @@ class RankRuns:
     def _start(self, scenarios: list[str], attempt: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._logs = [self._folder / f"{attempt}.{rank}.log" for rank in range(WORLD_SIZE)]
-        tests = Path(__file__).parents[1]
-        port = free_port()
-        for rank, log in enumerate(self._logs):
-            environment = os.environ | {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(WORLD_SIZE),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "GROUP_RANK": "0",
-                "TORCHELASTIC_RUN_ID": "contract",  # Lightning then starts no processes of its own
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-            }
+        for log, variables in zip(self._logs, torchrun_variables(WORLD_SIZE), strict=True):
             arguments = [self._row, str(self._folder), *scenarios]
-            self._processes.append(Warm(self.worker, arguments, environment, log, log))
+            self._processes.append(Warm(self.worker, arguments, os.environ | variables, log, log))
 
     def _watch(self, scenarios: list[str]) -> str | None:
         """Wait for the pair; return the scenario in which it failed or hung."""

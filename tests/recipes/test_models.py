@@ -98,6 +98,7 @@ def test_vgg_has_98_convolutions_and_three_linear_layers_or_as_many_a_stage_as_i
 
 
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 IMAGE_MODELS: list[tuple[str, dict[str, object]]] = [
     ("alexnet", {"width": 0.125, "image_size": 64}),
     ("vgg", {"depth": 11, "width": 0.125, "image_size": 64}),
@@ -114,6 +115,15 @@ IMAGE_MODELS: list[tuple[str, dict[str, object]]] = [
 ]
 
 
+TOKEN_MODELS: list[tuple[str, dict[str, object], tuple[int, ...]]] = [
+    ("bert", {"size": "tiny", "num_classes": 3}, (2, 3)),
+    ("bert", {"size": "tiny", "head": "masked_lm", "layers": 1}, (2, 12, 64)),
+    ("gpt2", {"size": "tiny"}, (2, 12, 64)),
+    ("gpt2", {"size": "tiny", "tied": False}, (2, 12, 64)),
+    ("llama", {"size": "tiny", "layers": 1}, (2, 12, 64)),
+]
+
+
 def check_trains(model: nn.Module, inputs: Tensor, shape: tuple[int, ...]) -> None:
     """Logits have the shape, and every parameter gets a finite gradient that is not all zero somewhere in the model."""
     logits = model(inputs)
@@ -126,22 +136,31 @@ def check_trains(model: nn.Module, inputs: Tensor, shape: tuple[int, ...]) -> No
     assert any(parameter.grad.abs().sum() > 0 for parameter in model.parameters() if parameter.grad is not None)
 
 
-@pytest.mark.parametrize(("name", "options"), IMAGE_MODELS)
-def test_image_networks_map_a_batch_to_logits_and_train(name: str, options: dict[str, object]) -> None:
+TRAINED: list[tuple[str, dict[str, object], Tensor, tuple[int, ...]]] = [
+    *((name, {"num_classes": 7, **options}, IMAGES, (2, 7)) for name, options in IMAGE_MODELS),
+    *(("lenet5", {"in_channels": 3, "classic": classic}, IMAGES[:, :, :32, :32], (2, 10)) for classic in (False, True)),
+    *(
+        ("fcn", {"variant": variant, "num_classes": 5, "width": 1 / 64}, IMAGES[..., :32], (2, 5, 64, 32))
+        for variant in ("32s", "16s", "8s")
+    ),
+    *((name, {"vocab_size": 64, "max_tokens": 16, **options}, TOKENS, shape) for name, options, shape in TOKEN_MODELS),
+    (
+        "recurrent_tagger",
+        {"vocab_size": 64, "hidden_size": 8, "num_classes": 3, "bidirectional": True},
+        TOKENS,
+        (2, 12, 3),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "inputs", "shape"), TRAINED)
+def test_networks_map_a_batch_to_what_they_score_and_train(
+    name: str, options: dict[str, object], inputs: Tensor, shape: tuple[int, ...]
+) -> None:
     if name in FROM_TRANSFORMERS:
         pytest.importorskip("transformers")
     torch.manual_seed(0)
-    check_trains(getattr(models, name)(num_classes=7, **options), IMAGES, (2, 7))
-
-
-@pytest.mark.parametrize("classic", [False, True])
-def test_lenet5_takes_cifar_images(classic: bool) -> None:
-    check_trains(models.lenet5(in_channels=3, classic=classic), IMAGES[:, :, :32, :32], (2, 10))
-
-
-@pytest.mark.parametrize("variant", ["32s", "16s", "8s"])
-def test_fcn_scores_every_pixel(variant: str) -> None:
-    check_trains(models.fcn(variant, num_classes=5, width=1 / 64), IMAGES[..., :32], (2, 5, 64, 32))
+    check_trains(getattr(models, name)(**options), inputs, shape)
 
 
 def test_unet_scores_every_pixel() -> None:
@@ -150,11 +169,6 @@ def test_unet_scores_every_pixel() -> None:
     assert [stage[0].out_channels for stage in model.down] == [8, 16, 32]
     with pytest.raises(ValueError, match="depth=0"):
         models.unet(depth=0)
-
-
-def test_recurrent_tagger_scores_every_token() -> None:
-    model = models.recurrent_tagger(vocab_size=20, hidden_size=8, num_classes=3, bidirectional=True)
-    check_trains(model, torch.randint(20, (2, 12)), (2, 12, 3))
 
 
 def test_fcn_upsampling_starts_as_bilinear_interpolation() -> None:
@@ -175,25 +189,6 @@ def test_mlp_and_convolutions_are_depth_times_a_layer() -> None:
     convolutions = models.convolutions(depth=3, channels=4)
     check_trains(convolutions, torch.randn(2, 4, 5, 5), (2, 4, 5, 5))
     assert parameter_count(convolutions) == 3 * (4 * 4 * 9 + 4)
-
-
-TOKEN_MODELS: list[tuple[str, dict[str, object], tuple[int, ...]]] = [
-    ("bert", {"size": "tiny", "num_classes": 3}, (2, 3)),
-    ("bert", {"size": "tiny", "head": "masked_lm", "layers": 1}, (2, 12, 64)),
-    ("gpt2", {"size": "tiny"}, (2, 12, 64)),
-    ("gpt2", {"size": "tiny", "tied": False}, (2, 12, 64)),
-    ("llama", {"size": "tiny", "layers": 1}, (2, 12, 64)),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "shape"), TOKEN_MODELS)
-def test_token_networks_map_ids_to_logits_and_train(
-    name: str, options: dict[str, object], shape: tuple[int, ...]
-) -> None:
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    tokens = torch.randint(1, 64, (2, 12))
-    check_trains(getattr(models, name)(vocab_size=64, max_tokens=16, **options), tokens, shape)
 
 
 @pytest.mark.parametrize(("name", "layers", "key"), [("bert", 48, "encoder.layer."), ("gpt2", 3, "transformer.h.")])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import retime
+from contract.models import FEATURES, Net, sgd, sines
 from support.fusion import adamw, batches, network
 from support.trainers import IGNORED_WARNINGS, quiet_trainer
 
@@ -23,21 +23,9 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Net(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(4, 4)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-    def train_dataloader(self) -> Any:
-        generator = torch.Generator().manual_seed(1)
-        return DataLoader(torch.randn(24, 4, generator=generator), batch_size=4)
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net(nn.Linear(FEATURES, FEATURES), optimizer=sgd)
 
 
 class CopiesAll(Callback):
@@ -60,10 +48,10 @@ def copy_all(trainer: Trainer, module: LightningModule) -> None:
 
 
 def fit(strategy: Any, root: Path, *callbacks: Callback) -> Net:
-    module = Net()
+    module = net()
     shown = {"enable_checkpointing": True, "enable_progress_bar": True, "default_root_dir": root}
     trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=[CopiesAll(), *callbacks], **shown)
-    trainer.fit(module)
+    trainer.fit(module, sines(24, 4), sines(24, 4))
     copy_all(trainer, module)
     return module
 
@@ -123,10 +111,10 @@ def test_a_copied_trainer_fits_by_itself(tmp_path: Path) -> None:
 
     def twin_of(*callbacks: Callback) -> Net:
         trainer = quiet_trainer(max_epochs=1, callbacks=[KeepsATwin(), *callbacks])
-        trainer.fit(Net())
+        trainer.fit(net(), sines(24, 4), sines(24, 4))
         twin = KeepsATwin.twin
         twin.fit_loop.max_epochs = 2
-        twin.fit(Net())
+        twin.fit(net(), sines(24, 4), sines(24, 4))
         return twin.lightning_module
 
     plain, ours = twin_of(), twin_of(retime.FuseOptimizer("backward"))

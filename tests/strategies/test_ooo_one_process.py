@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -48,8 +47,7 @@ def test_in_a_trainer(tmp_path: Path) -> None:
     assert kept[0].keys() == kept[1].keys()
 
 
-def test_in_a_bare_loop(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+def test_in_a_bare_loop(one_rank: None) -> None:
     results = []
     for retimed in (False, True):
         torch.manual_seed(0)

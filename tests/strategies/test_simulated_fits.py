@@ -23,13 +23,13 @@ from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.memory_budget.offload import OffloadSavedTensors, hosts
 from retime.schedules.budget import OffloadPlan
 from retime.strategies import CPUAccumulateStrategy
-from support.memory_budget import IGNORED, OFFLOADS, SHALLOW, Net, assert_close, fit, use_costs
+from support.memory_budget import IGNORED, SHALLOW, Net, assert_close, fit
 from support.simulated_cuda import ORDERS, SimulatedCuda, simulated_cuda
 
 EACH_ORDER = pytest.mark.parametrize(
     "order", [*ORDERS[:3], *(pytest.param(one, marks=pytest.mark.long) for one in ORDERS[3:])]
 )
-pytestmark = [*IGNORED, pytest.mark.filterwarnings("ignore:.*the process grew by")]
+pytestmark = [*IGNORED, pytest.mark.filterwarnings("ignore:.*the process grew by"), pytest.mark.usefixtures("offloads")]
 
 
 class Half(Net):
@@ -59,11 +59,6 @@ FITS: dict[str, Callable[[], Any]] = {
     "graph": lambda: OOOSingleDeviceStrategy(threads=(1, 1), graph=True),
 }
 MODELS: dict[str, type[Net]] = dict.fromkeys(FITS, Adam) | {"memory budget": Half}
-
-
-@pytest.fixture(autouse=True)
-def _offloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, OFFLOADS)
 
 
 @pytest.fixture(scope="module")
@@ -337,11 +332,11 @@ def test_a_seeded_fault_is_found(
     pytest.fail("not found")
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("right", [True, False])
 def test_values_are_given_again_before_their_sum_has_arrived(order: str, right: bool) -> None:
     """Each direction has a stream, so a host buffer may be filled again only behind a wait for the copy back."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with simulated_cuda(order) as device:
         reducer, values = HostReducer(), torch.ones(8)
         for _ in range(2):

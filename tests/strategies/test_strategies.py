@@ -1,13 +1,18 @@
-"""What the strategies refuse, before anything is set up, and how they report."""
+"""What the strategies refuse, before anything is set up, how they report, and that swapped optimizers are let go of."""
 
+import gc
+import os
 import re
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -15,12 +20,18 @@ from lightning.pytorch.strategies import (
     SingleDeviceXLAStrategy,
     StrategyRegistry,
 )
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import retime
 from contract import rows
 from retime.callbacks import FuseOptimizer
 from retime.strategies import STRATEGIES, FusedOptimizerStrategy
+from support.paths import PYTHONPATH, SUPPORT
+from support.time_limits import limit_s
 from support.trainers import IGNORED_WARNINGS, quiet_trainer
+from support.warm_start import Warm
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set")]
 
@@ -184,3 +195,139 @@ def test_the_other_lightning_package_is_pointed_out() -> None:
         other.Trainer(strategy=retime.FusedOptimizerStrategy(), logger=False)
     with pytest.raises(TypeError, match=r"from lightning\.pytorch import Trainer"):
         FuseOptimizer().setup(other.Trainer(accelerator="cpu", logger=False), None, "fit")
+
+
+class Swap(Callback):
+    def __init__(self) -> None:
+        self.gone: list[weakref.ref[Any]] = []
+        self.alive: list[bool] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.gone = [weakref.ref(optimizer) for optimizer in trainer.strategy.optimizers]
+            trainer.strategy.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.1)]
+        if batch_idx == 4:
+            gc.collect()
+            self.alive = [reference() is not None for reference in self.gone]
+
+
+class Model(BoringModel):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_a_swapped_optimizer_is_let_go_and_its_counts_stay(mode: str) -> None:
+    strategy, swap = FusedOptimizerStrategy(mode), Swap()
+    trainer(strategy=strategy, max_steps=6, callbacks=[swap]).fit(Model())
+    assert swap.alive == [False]
+    report = strategy.report()
+    assert report.steps == 6
+    assert report.fused_updates + report.late_updates == 6 * 2
+
+
+def test_one_process_has_no_updates_to_divide() -> None:
+    alone = trainer(strategy=retime.CPUAccumulateStrategy(update_on_host=True))
+    with pytest.warns(
+        retime.NoEffectWarning, match="with one process there are no gradients to add up and no updates to divide"
+    ):
+        alone.fit(BoringModel())
+    assert alone.global_step == 2
+
+
+def test_devices_are_refused(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retime.CPUAccumulateStrategy, "root_device", torch.device("cuda:0"))
+    strategy = retime.CPUAccumulateStrategy(update_on_host=True)
+    strategy.model = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="update_on_host=True is for processors, not for cuda:0"):
+        strategy.register_hooks()
+
+
+@pytest.mark.long
+def test_rank_zeros_report_comes_home(tmp_path: Path) -> None:
+    ours = ("cpu_accumulate_ddp_fork", "cpu_accumulate_ddp_spawn")
+    names = ("fused_optimizer_ddp_fork", "memory_budget_ddp_fork", *ours)
+    script = str(SUPPORT / "reporting_launcher_worker.py")
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    with Warm(script, [str(tmp_path), *names], {**os.environ, **PYTHONPATH}, out, errors) as fits:
+        fits.wait(limit_s(200))
+    printed, said = out.read_text(), errors.read_text()[-3000:]
+    assert "fused_optimizer_ddp_fork: FusionReport of 4 steps" in printed, said
+    assert "memory_budget_ddp_fork: BudgetReport of 4 steps" in printed, said
+    for name in ours:
+        assert f"{name}: HostReductionReport of gradients on the host: 4 buckets" in printed, said
+    assert printed.count("2 ranks in shared memory") == (2 if sys.platform == "linux" else 0)
+
+
+def test_every_strategy_of_several_processes_has_names_that_start_them() -> None:
+    for name in ("fused_optimizer_ddp", "ooo_ddp", "memory_budget_ddp", "cpu_accumulate_ddp"):
+        for start in ("popen", "spawn", "fork"):
+            full = name if start == "popen" else f"{name}_{start}"
+            assert isinstance(StrategyRegistry.get(full), retime.strategies.support.base.ReportsAcrossProcesses)
+            assert StrategyRegistry[full]["init_params"]["start_method"] == start
+
+
+# Cases that Lightning's own test suite brought up, against the plain strategy.
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 16), batch_size=4)
+
+
+class KeepsGradients(Net):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+@retime.declare_per_parameter
+class Scaled(torch.optim.SGD):
+    """Takes an argument beside the closure."""
+
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad, alpha=group["lr"] * scale)
+        return loss
+
+
+class FurtherArguments(Net):
+    def configure_optimizers(self) -> Any:
+        return Scaled(self.parameters(), lr=0.1)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure, scale=0.1)
+
+
+def weights(module: type[Net], strategy: str, averaging: bool) -> dict[str, Tensor]:
+    seed_everything(1, verbose=False)
+    net = module()
+    callbacks = [StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)] if averaging else []
+    quiet_trainer(strategy=strategy, max_epochs=3, callbacks=callbacks).fit(net)
+    return net.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore::retime.DifferenceWarning", "ignore::retime.NoEffectWarning")
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+@pytest.mark.parametrize("strategy", ["fused_optimizer", "fused_optimizer_forward"])
+@pytest.mark.parametrize(("module", "averaging"), [(Net, True), (KeepsGradients, False), (FurtherArguments, False)])
+def test_equals_the_plain_strategy(module: type[Net], averaging: bool, strategy: str) -> None:
+    plain, ours = weights(module, "auto", averaging), weights(module, strategy, averaging)
+    assert all(torch.equal(plain[name], ours[name]) for name in plain)

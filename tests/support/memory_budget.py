@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +21,7 @@ from retime.mechanisms.memory_budget.report import BudgetReport
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 from retime.strategies import MemoryBudgetStrategy
-from support.trainers import IGNORED_WARNINGS, quiet_trainer
+from support.trainers import IGNORED_WARNINGS, MemoryLogger, quiet_trainer
 
 FEATURES, CLASSES, BATCH = 16, 4, 256
 WIDTH, DEPTH = 16, 8
@@ -49,21 +48,12 @@ def use_costs(monkeypatch: pytest.MonkeyPatch, costs: StepCosts) -> None:
     monkeypatch.setattr(step_planner.PlanTrial, "step_ms", lambda *_: None)
 
 
-class Notes(Logger):
+class Notes(MemoryLogger):
     """Keeps what it is told, also through ``experiment``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[Any] = []
-        self.lines: list[dict[str, float]] = []
-
-    @property
-    def name(self) -> str:
-        return "notes"
-
-    @property
-    def version(self) -> int:
-        return 0
 
     @property
     def experiment(self) -> Any:
@@ -71,12 +61,6 @@ class Notes(Logger):
 
     def note(self, what: Any) -> None:
         self.noted.append(what)
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Nothing to keep."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.lines.append({"step": float(step or 0), **metrics})
 
 
 class Steps(Callback):

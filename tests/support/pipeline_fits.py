@@ -1,5 +1,7 @@
 """Fits that run under a plain Trainer and over the ranks of a pipeline, and what of them is compared."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +139,13 @@ def outcome(module: Any, fit: Trainer) -> dict[str, Any]:
     return {"weights": weights, "metrics": metrics, "seen": list(module.seen), "steps": fit.global_step}
 
 
-def fitted(module: Any, strategy: Any, folder: Path, kind: str = "classes", **options: Any) -> dict[str, Any]:
+def fitted(
+    make: Callable[[], Any], strategy: Any, folder: Path, devices: int, *, kind: str = "classes", **options: Any
+) -> dict[str, Any]:
     """The outcome of a fit with a validation."""
-    fit = trainer(strategy, folder, **options)
+    module, fit = make(), trainer(strategy, folder, devices=devices, **options)
     fit.fit(module, loader(kind), loader(kind))
     return outcome(module, fit)
-
-
-def plain_fit(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    return fitted(Classifier(), strategy, folder, devices=devices)
 
 
 def without_a_list(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
@@ -153,16 +153,14 @@ def without_a_list(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     module.net = Unlisted()
     if not isinstance(strategy, str):
         strategy = OOOPipelineStrategy(layers="auto", microbatches=3)
-    return fitted(module, strategy, folder, devices=devices)
+    return fitted(lambda: module, strategy, folder, devices)
 
 
-def frozen_behind(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    """The last rank has no gradients, and clips by value."""
+def _frozen_behind() -> Classifier:
     module = Classifier()
     for layer in list(module.net)[1:]:
         layer.requires_grad_(False)
-    clipping = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    return fitted(module, strategy, folder, devices=devices, **clipping)
+    return module
 
 
 class _Reset(Classifier):
@@ -184,10 +182,6 @@ class _Reset(Classifier):
                 last.bias.uniform_(-0.1, 0.1)
                 last.weight.data[1:].normal_(std=0.1)
             self.seen.append(float(torch.rand(())))
-
-
-def reset_between(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    return fitted(_Reset(), strategy, folder, devices=devices)
 
 
 def callbacks(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
@@ -231,16 +225,6 @@ class Returns(Classifier):
         self.seen.append(float(loss))
 
 
-def outputs(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    """With accumulation, and a loader whose order Lightning is left to divide."""
-    options = {"accumulate_grad_batches": 2, "use_distributed_sampler": True}
-    return fitted(Returns(), strategy, folder, devices=devices, **options)
-
-
-def language_model(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
-    return fitted(LanguageModel(), strategy, folder, "tokens", devices=devices)
-
-
 def on_meta(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     """Half of it from a checkpoint; the last one has the whole model."""
     path, outcomes = None, []
@@ -274,9 +258,20 @@ def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     return fitted | {"tested": tested, "predicted": torch.cat(predicted)}  # type: ignore[arg-type]
 
 
-_ALL = (plain_fit, without_a_list, callbacks, saved_behind, language_model, on_meta)
-_ALL += (afterwards, outputs, frozen_behind, reset_between)
-FITS = {one.__name__: one for one in _ALL}
+FITS: dict[str, Callable[[Any, Path, int], dict[str, Any]]] = {
+    "plain_fit": partial(fitted, Classifier),
+    "without_a_list": without_a_list,
+    "callbacks": callbacks,
+    "saved_behind": saved_behind,
+    "language_model": partial(fitted, LanguageModel, kind="tokens"),
+    "on_meta": on_meta,
+    "afterwards": afterwards,
+    # with a loader whose order Lightning is left to divide
+    "outputs": partial(fitted, Returns, accumulate_grad_batches=2, use_distributed_sampler=True),
+    # the last rank has no gradients, and clips
+    "frozen_behind": partial(fitted, _frozen_behind, gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+    "reset_between": partial(fitted, _Reset),
+}
 
 
 def again(strategy: Any) -> Any:

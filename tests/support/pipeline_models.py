@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -51,10 +52,12 @@ class Tied(nn.Module):
 class Between(nn.Module):
     """Residual connections stand between the layers, one of them written in place."""
 
+    block: type[nn.Module] = nn.Linear
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.blocks = nn.ModuleList(self.block(WIDTH, WIDTH) for _ in range(8))
         self.head = nn.Linear(WIDTH, 11)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -88,9 +91,7 @@ class Product(nn.Linear):
 class Doubled(Between):
     """Its layers are given the same tensor twice, as attention is."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Product(WIDTH, WIDTH) for _ in range(8))
+    block = Product
 
     def through(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -101,9 +102,7 @@ class Doubled(Between):
 class InPlace(Between):
     """What the layers have written into goes on beside them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(WritesInput(WIDTH, WIDTH) for _ in range(8))
+    block = WritesInput
 
     def through(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -191,11 +190,11 @@ class _CheckpointsItself(nn.Linear):
         return checkpoint(super().forward, x, use_reentrant=True) + x  # type: ignore[no-any-return]
 
 
-def classified(kind: Callable[[], nn.Module]) -> Made:
-    """Tokens, each with a class."""
+def classified(kind: Callable[[], nn.Module], of: Callable[[Any], Tensor] = lambda outputs: outputs) -> Made:
+    """Tokens, each with a class, which is learned from these of the outputs."""
     model = kind()
     batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
-    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
+    return model, lambda part: nn.functional.cross_entropy(of(model(part[0])), part[1]), batch
 
 
 def segments() -> Made:
@@ -224,13 +223,6 @@ class TwoHeads(nn.Module):
             second = self.second(x)
             return self.head(x), second
         return self.head(x), self.second(x)
-
-
-def two_heads(*, is_first: bool = False) -> Made:
-    """The loss does not use the second one."""
-    model = TwoHeads(is_first=is_first)
-    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
-    return model, lambda part: nn.functional.cross_entropy(model(part[0])[0], part[1]), batch
 
 
 class UNet(nn.Module):
@@ -307,8 +299,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "in_place_alone": partial(classified, InPlaceAlone),
     "checkpointed": partial(classified, Checkpointed),
     "segments": segments,
-    "two_heads": two_heads,
-    "second_head_first": partial(two_heads, is_first=True),
+    "two_heads": partial(classified, TwoHeads, itemgetter(0)),  # the loss does not use the second one
+    "second_head_first": partial(classified, partial(TwoHeads, is_first=True), itemgetter(0)),
     "attributes": partial(classified, Attributes),
     "skipping": partial(classified, Skipping),
     "gpt2": partial(transformer, "gpt2"),

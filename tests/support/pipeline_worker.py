@@ -198,26 +198,31 @@ def _assert_own_gradients(
             torch.testing.assert_close(parameter.grad, other.grad, rtol=rtol, atol=atol, **more)
 
 
+class Beside:
+    """A model over the ranks of a pipeline, and the same model on one device."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.model, self.step, self.batch = made(name)
+        self.pipeline = PipelineStep(self.model, **{"microbatches": MICRO_BATCHES, **options})
+        self.reference, self.plain, _ = made(name)
+
+    def train(self, batch: Any, **near: Any) -> None:
+        """Both, on this batch: gradients of this rank's layers are one device's."""
+        self.pipeline.train(self.step, batch)
+        self.plain(batch).backward()
+        _assert_own_gradients(self.pipeline, self.model, self.reference, **near)
+
+
 def shapes() -> None:
     """Batches of other sizes, smaller than the number of micro-batches, and longer sequences."""
     for name in ("in_place_between", "in_place_alone"):  # parts of 3 and of 2
-        model, step, batch = made(name)
-        batch = tuple(one[:10] for one in batch)
-        pipeline = PipelineStep(model, microbatches=4, schedule="ooo2")
-        pipeline.train(step, batch)
-        reference, plain, _ = made(name)
-        plain(batch).backward()
-        _assert_own_gradients(pipeline, model, reference)
-        pipeline.remove()
-    model, step, _ = made("gpt2")
-    pipeline = PipelineStep(model, microbatches=4, schedule="ooo2")
-    reference, plain, _ = made("gpt2")
+        both = Beside(name, schedule="ooo2")
+        both.train(tuple(one[:10] for one in both.batch))
+        both.pipeline.remove()
+    both = Beside("gpt2", schedule="ooo2")
     for samples, length in ((8, 12), (5, 12), (3, 12), (8, 9), (8, 12), (1, 4)):
-        batch = {"tokens": torch.randint(0, 101, (samples, length))}
-        pipeline.train(step, batch)
-        plain(batch).backward()
-        _assert_own_gradients(pipeline, model, reference)
-    assert pipeline.report().micro_batches == 1
+        both.train({"tokens": torch.randint(0, 101, (samples, length))})
+    assert both.pipeline.report().micro_batches == 1
     print("same")
 
 
@@ -487,14 +492,10 @@ def begins() -> None:
 
 def autocast() -> None:
     """Around the whole step, as autograd's modes are a thread's own."""
-    model, step, batch = made("sequential")
-    reference, plain, _ = made("sequential")
-    pipeline = PipelineStep(model, microbatches=1, schedule="1f1b")
+    both = Beside("sequential", microbatches=1, schedule="1f1b")
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
-            pipeline.train(step, batch)
-            plain(batch).backward()
-    _assert_own_gradients(pipeline, model, reference)
+            both.train(both.batch)
     print("same")
 
 
@@ -531,15 +532,11 @@ def computed() -> None:
 
 def relays(name: str) -> None:
     """Steps without gradients have all values on all ranks."""
-    model, step, batch = made(name)
-    expected, plain, _ = made(name)
-    pipeline = PipelineStep(model, microbatches=4, layers="auto")
+    both = Beside(name, layers="auto")
     for _ in range(3):
-        pipeline.train(step, batch)
-        plain(batch).backward()
-        with torch.inference_mode(), pipeline.outside_whole(), pipeline.evaluating():
-            torch.testing.assert_close(step(batch), plain(batch))
-    _assert_own_gradients(pipeline, model, expected)
+        both.train(both.batch)
+        with torch.inference_mode(), both.pipeline.outside_whole(), both.pipeline.evaluating():
+            torch.testing.assert_close(both.step(both.batch), both.plain(both.batch))
     print("same")
 
 
@@ -690,11 +687,9 @@ def splits() -> None:
 
 def written() -> None:
     """Writes into all parameters between steps change a rank's own, and take no memory for others'."""
-    model, step, batch = made("sequential")
-    reference, plain, _ = made("sequential")
-    pipeline = PipelineStep(model, microbatches=4)
-    pipeline.train(step, batch)
-    plain(batch).backward()
+    both = Beside("sequential")
+    model, reference, pipeline = both.model, both.reference, both.pipeline
+    both.train(both.batch)
     for one in (model, reference):
         parameters = list(one.parameters())
         with torch.no_grad():
@@ -733,9 +728,7 @@ def written() -> None:
     assert tied[3].shape == absent[1].shape
     model.zero_grad()
     reference.zero_grad()
-    pipeline.train(step, batch)
-    plain(batch).backward()
-    _assert_own_gradients(pipeline, model, reference)
+    both.train(both.batch)
     pipeline.restore()
     for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert type(parameter) is nn.Parameter
@@ -746,19 +739,16 @@ def written() -> None:
 def not_a_number() -> None:
     """NaN in one sample, in the first batch or later, does to gradients what it does on one device, and to no other."""
     for first in (True, False):
-        model, step, batch = made("sequential")
-        reference, plain, _ = made("sequential")
+        both = Beside("sequential")
+        batch = both.batch
         bad = batch[0].clone(), batch[1]
         bad[0][5] = float("nan")
-        pipeline = PipelineStep(model, microbatches=4)
         for given in (bad, batch) if first else (batch, bad, batch):
-            pipeline.train(step, given)
-            plain(given).backward()
-            assert all(bool(p.grad.isnan().any()) == (given is bad) for p in reference.parameters())  # type: ignore[union-attr]
-            _assert_own_gradients(pipeline, model, reference, equal_nan=True)
-            model.zero_grad()
-            reference.zero_grad()
-        pipeline.remove()
+            both.train(given, equal_nan=True)
+            assert all(bool(p.grad.isnan().any()) == (given is bad) for p in both.reference.parameters())  # type: ignore[union-attr]
+            both.model.zero_grad()
+            both.reference.zero_grad()
+        both.pipeline.remove()
     print("same")
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from retime.foundations.workers import free_port
+from support.paths import TESTS
 from support.time_limits import limit_s
 from support.warm_start import Cold, Warm
 
@@ -86,25 +87,14 @@ def run_ranks(
     """
     if Path(script).is_absolute():
         script, arguments = Path(__file__).name, (script, "joined" if joined else "alone", *arguments)
-    tests = Path(__file__).parents[1]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(count),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "tests",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-    }
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
     start = Warm if warm else Cold
     path = str(Path(__file__).with_name(script))
     with ExitStack() as ends:
         folder = Path(ends.enter_context(TemporaryDirectory()))
-        common["RETIME_TESTS_SHARED"] = str(folder)
         ranks = []
-        for rank in range(count):
-            own = {**inherited, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank, variables in enumerate(torchrun_variables(count)):
+            own = {**inherited, **variables, "RETIME_TESTS_SHARED": str(folder)}
             out, errors = folder / f"{rank}.out", folder / f"{rank}.err"
             ranks.append((ends.enter_context(start(path, [*arguments], own, out, errors)), out, errors))
         for worker, _, _ in ranks:
@@ -113,6 +103,20 @@ def run_ranks(
             subprocess.CompletedProcess([path, *arguments], worker.returncode or 0, _text(out), _text(errors))
             for worker, out, errors in ranks
         ]
+
+
+def torchrun_variables(count: int) -> list[dict[str, str]]:
+    """What torchrun sets for each of so many ranks on this machine, and where they find the tests."""
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "tests",  # Lightning then starts no processes of its own
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    }
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
 def _text(path: Path) -> str:

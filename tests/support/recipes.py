@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
+from rich.console import Console
 
 from retime.foundations.workers import Worker
 from retime.recipes.core.recipe import Recipe
@@ -36,7 +37,14 @@ def fork_workers(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     monkeypatch.setattr(module, "Worker", forked)
 
 
-def assert_draws(recipe: Recipe[Any], result: Result, folder: Path) -> None:
+def ran(recipe: Recipe[Any], settings: Any, folder: Path, least_bytes: int = 1000) -> Result:
+    """What the recipe finds, and it draws a picture of that."""
+    result = recipe.run(settings, folder, Console(quiet=True))
+    assert_draws(recipe, result, folder, least_bytes)
+    return result
+
+
+def assert_draws(recipe: Recipe[Any], result: Result, folder: Path, least_bytes: int = 1000) -> None:
     """The recipe draws a picture with something in it."""
     recipe.draw(result, folder / "picture.png")
-    assert (folder / "picture.png").stat().st_size > 1000
+    assert (folder / "picture.png").stat().st_size > least_bytes

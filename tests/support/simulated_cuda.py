@@ -51,12 +51,12 @@ from torch.cuda._sanitizer import EventHandler, zip_arguments
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from retime.foundations import streams
 from retime.foundations.torch_private import engine
 from support.simulated_graphs import Capturing, Graph
-from support.simulated_operations import Block, Form, Kernel, Operation, caller, form_of, is_plain, on_memory, put_form
+from support.simulated_operations import Block, Kernel, Operation, caller, form_of, is_plain
 from support.simulated_streams import Event, Stream
 
 ORDERS = ("eager", "late", "random 0", "random 1", "random 2")
@@ -310,11 +310,7 @@ class SimulatedCuda(TorchDispatchMode):
 
     def _run_later(self, operation: Operation, stream: Stream) -> Any:
         """Launch it. What it makes gets its form from a run with the bytes that are there now, and is then spoilt."""
-        forms: dict[int, Form] = {}
-        for leaf in operation.tensors:
-            block = self._block_of(leaf)
-            if block is not None:
-                forms[id(leaf)] = form_of(leaf, block)
+        forms = {id(leaf): form_of(leaf, block) for leaf in operation.tensors if (block := self._block_of(leaf))}
         leaves: list[Tensor] = []
         if all(each.alias_info is not None for each in operation.func._schema.returns):
             result = operation.written_arguments()
@@ -338,20 +334,8 @@ class SimulatedCuda(TorchDispatchMode):
         used = {form.block for form in (*forms.values(), *(form for _, form in outputs))}
         for block in used:
             block.pending += 1
-        func = operation.func
-        args, kwargs = tree_map(functools.partial(put_form, forms), (operation.args, operation.kwargs))
-
-        def run() -> None:
-            with _no_modes(), torch.no_grad():
-                computed = func(*tree_map(on_memory, args), **tree_map(on_memory, kwargs))
-                values = [leaf for leaf in tree_leaves(computed) if isinstance(leaf, Tensor)]  # None: was not asked for
-                for place, form in outputs:
-                    form.block.view(form).copy_(values[place])
-            for block in used:
-                block.pending -= 1
-
         self.deferred += 1
-        self._launch(stream, run)
+        self._launch(stream, operation.kernel(forms, outputs, used))
         return result
 
     def _tell_checker(self, operation: Operation, stream: Stream) -> None:

@@ -15,7 +15,6 @@ graph, and what a failed capture leaves behind.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from retime.foundations.torch_private.engine import without_dispatch_modes
-from support.simulated_operations import Operation, caller, form_of, is_plain, on_memory, put_form
+from support.simulated_operations import Operation, caller, form_of, is_plain
 from support.simulated_streams import Event, Stream
 
 if TYPE_CHECKING:
@@ -76,19 +75,9 @@ class Graph:
         if operation.name not in cuda.warm[stream]:
             cuda.faults.append(f"first call of {operation.name} on {stream} is captured ({caller()})")
         self.unjoined[stream] = self.unjoined.get(stream, 0) + (stream is not self.origin)
-        func = operation.func
-        args, kwargs = tree_map(functools.partial(put_form, forms), (operation.args, operation.kwargs))
-        operation.args, operation.kwargs, operation.tensors = (), {}, []  # a graph keeps no tensor from outside
         blocks = {*operation.reads, *operation.writes}
-
-        def run() -> None:
-            with without_dispatch_modes(), torch.no_grad():
-                computed = func(*tree_map(on_memory, args), **tree_map(on_memory, kwargs))
-                values = [leaf for leaf in tree_leaves(computed) if isinstance(leaf, Tensor)]
-                for place, form in outputs:
-                    form.block.view(form).copy_(values[place])
-            for block in blocks:
-                block.pending -= 1
+        run = operation.kernel(forms, outputs, blocks)
+        operation.args, operation.kwargs, operation.tensors = (), {}, []  # a graph keeps no tensor from outside
 
         def issue(replay: Replay) -> None:
             here = replay.stream(stream)

@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import functools
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.cuda._sanitizer import zip_arguments
+from torch.utils._pytree import tree_leaves, tree_map
 
 from retime.foundations.lazy_updates.pending import PendingParameter
+from retime.foundations.torch_private.engine import without_dispatch_modes
 
 OWN_FILES = (str(Path(torch.__file__).parent), str(Path(__file__).with_name("simulated_")), contextlib.__file__)
 
@@ -144,6 +148,24 @@ class Operation:
     def run(self) -> Any:
         """Run it as torch does."""
         return self.func(*self.args, **self.kwargs)
+
+    def kernel(
+        self, forms: dict[int, "Form"], outputs: list[tuple[int, "Form"]], blocks: set[Block]
+    ) -> Callable[[], None]:
+        """What computes it later, from the bytes that are there then."""
+        func = self.func
+        args, kwargs = tree_map(functools.partial(put_form, forms), (self.args, self.kwargs))
+
+        def run() -> None:
+            with without_dispatch_modes(), torch.no_grad():
+                computed = func(*tree_map(on_memory, args), **tree_map(on_memory, kwargs))
+                values = [leaf for leaf in tree_leaves(computed) if isinstance(leaf, Tensor)]  # None: was not asked for
+                for place, form in outputs:
+                    form.block.view(form).copy_(values[place])
+            for block in blocks:
+                block.pending -= 1
+
+        return run
 
     def written_arguments(self) -> Any:
         """What an operation in place returns: the arguments into which it writes."""

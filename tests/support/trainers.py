@@ -4,12 +4,35 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import Logger
 
 IGNORED_WARNINGS = [  # what Lightning and torch themselves warn of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
 ]
+
+
+class MemoryLogger(Logger):
+    """Keeps what Lightning logs, in order, and writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[Any] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to compare."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append({"step": step, **metrics})
 
 
 def quiet_trainer(**options: Any) -> Trainer:

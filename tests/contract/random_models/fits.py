@@ -25,6 +25,7 @@ from contract.random_models.training import (
 )
 from contract.record import snapshot
 from support.quiet import only_errors_logged
+from support.trainers import quiet_trainer
 
 
 class Module(LightningModule):
@@ -91,7 +92,7 @@ class Watcher(Callback):
         self.way.steps = step + 1
         for when, name in self.spec.training.between:
             if when == step:
-                self.between.run(name)
+                getattr(self.between, name)()
 
 
 class GradientWatcher(Callback):
@@ -111,18 +112,20 @@ class Fit(Way):
         strategy: makes the strategy.
         did: from the trainer: whether the mechanism was on.
         callbacks: makes further callbacks.
+
+    Attributes:
         rank, ranks: of how many processes this is which.
     """
+
+    rank, ranks = 0, 1
 
     def __init__(
         self,
         strategy: Callable[[Spec], Any] = lambda spec: "auto",
         did: Callable[[Trainer], bool] = lambda trainer: False,
         callbacks: Callable[[], list[Callback]] = list,
-        rank: int = 0,
-        ranks: int = 1,
     ) -> None:
-        self.strategy, self.did, self.callbacks, self.rank, self.ranks = strategy, did, callbacks, rank, ranks
+        self.strategy, self.did, self.callbacks = strategy, did, callbacks
 
     def done(self, trainer: Trainer) -> None:
         """After a fit that was begun: note what the mechanism did."""
@@ -130,12 +133,9 @@ class Fit(Way):
         report = getattr(trainer.strategy, "report", None)
         self.note = "" if self.on or report is None else str(report())
 
+    @only_errors_logged()
     def fit(self, spec: Spec, order: Order = as_given, strategy: Any = None) -> dict[str, Any]:
         """Train; returns what is left behind."""
-        with only_errors_logged():
-            return self._fit(spec, order, strategy)
-
-    def _fit(self, spec: Spec, order: Order, strategy: Any) -> dict[str, Any]:
         training = spec.training
         module = (Module if training.to_none else ZeroingModule)(spec)
         self.model = module.net
@@ -143,8 +143,7 @@ class Fit(Way):
         callbacks = [Watcher(spec, left, self), *self.callbacks()]
         if training.reads_gradients:
             callbacks.append(GradientWatcher(left))
-        trainer = Trainer(
-            accelerator="cpu",
+        trainer = quiet_trainer(
             devices=self.ranks,
             strategy=self.strategy(spec) if strategy is None else strategy,
             callbacks=callbacks,
@@ -153,10 +152,6 @@ class Fit(Way):
             gradient_clip_val={"value": CLIP_VALUE, "norm": CLIP_NORM}.get(training.clip),
             gradient_clip_algorithm=training.clip or None,
             precision="bf16-mixed" if training.autocast else "32-true",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
@@ -173,6 +168,16 @@ class Fit(Way):
                 "logged": dict(trainer.callback_metrics),
             }
         )
+
+
+def counted(name: str) -> Callable[[Trainer], bool]:
+    """For `Fit.did`: whether the report of the trainer's strategy counts any of these."""
+
+    def did(trainer: Trainer) -> bool:
+        report = trainer.strategy.report()
+        return report is not None and getattr(report, name) > 0
+
+    return did
 
 
 def train_fit(spec: Spec, way: Way, order: Order = as_given) -> dict[str, Any]:

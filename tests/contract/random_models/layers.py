@@ -68,7 +68,6 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "elu_": lambda: nn.ELU(inplace=True),
     "leaky_": lambda: nn.LeakyReLU(0.1, inplace=True),
     "softmax": lambda: nn.Softmax(-1),
-    "glu": lambda: nn.Sequential(nn.Identity()),
 }
 
 
@@ -96,11 +95,6 @@ def mlp(x: int, act: str = "relu", drop: float = 0.0) -> nn.Module:
 
 
 @kind
-def bilinear(x: int) -> nn.Module:
-    return Call(lambda self, a, b, _: self.module(a, b), module=nn.Bilinear(x, x, x))
-
-
-@kind
 def conv1d(x: int, act: str = "", size: int = 3) -> nn.Module:
     return over(nn.Sequential(nn.Conv1d(x, x, size, padding=size // 2), ACTIVATIONS[act]()), swap, unswap)
 
@@ -108,16 +102,6 @@ def conv1d(x: int, act: str = "", size: int = 3) -> nn.Module:
 @kind
 def depthwise(x: int, bias: bool = True) -> nn.Module:
     return over(nn.Conv1d(x, x, 3, padding=1, groups=x, bias=bias), swap, unswap)
-
-
-@kind
-def separable(x: int) -> nn.Module:
-    return over(nn.Sequential(nn.Conv1d(x, x, 3, padding=1, groups=x), nn.Conv1d(x, x, 1)), swap, unswap)
-
-
-@kind
-def causal(x: int) -> nn.Module:
-    return over(nn.Conv1d(x, x, 2), lambda v: F.pad(swap(v), (1, 0)), unswap)
 
 
 @kind
@@ -129,35 +113,14 @@ def conv2d(x: int, channels: int = 2, norm: str = "", act: str = "relu") -> nn.M
 
 
 @kind
-def transposed(x: int) -> nn.Module:
-    body = nn.Sequential(nn.ConvTranspose1d(x, x, 3, padding=1), nn.Tanh())
-    return over(body, swap, unswap)
-
-
-@kind
-def groupnorm(x: int) -> nn.Module:
-    return over(nn.GroupNorm(2, x), swap, unswap)
-
-
-@kind
 def layernorm(x: int, affine: bool = True) -> nn.Module:
     return over(nn.LayerNorm(x, elementwise_affine=affine))
-
-
-@kind
-def rmsnorm(x: int) -> nn.Module:
-    return over(nn.RMSNorm(x))
 
 
 @kind
 def batchnorm(x: int, affine: bool = True, momentum: float | None = 0.1, stats: bool = True) -> nn.Module:
     norm = nn.BatchNorm1d(x, affine=affine, momentum=momentum, track_running_stats=stats)
     return over(norm, swap, unswap)
-
-
-@kind
-def instancenorm(x: int) -> nn.Module:
-    return over(nn.InstanceNorm1d(x, affine=True), swap, unswap)
 
 
 @kind
@@ -215,9 +178,6 @@ def _run_recurrent(self: Any, x: Tensor, batch: Batch) -> Tensor:
     return out
 
 
-KINDS |= {"rnn": _recurrent(nn.RNN), "gru": _recurrent(nn.GRU), "lstm": _recurrent(nn.LSTM)}
-
-
 def _cell(make: Any) -> Callable[..., nn.Module]:
     return lambda x: Call(_run_cell, cell=make(x, x))
 
@@ -228,9 +188,6 @@ def _run_cell(self: Any, x: Tensor, batch: Batch) -> Tensor:
         state = self.cell(one, state)
         out.append(state[0] if isinstance(state, tuple) else state)
     return torch.stack(out, 1)
-
-
-KINDS |= {"rnn_cell": _cell(nn.RNNCell), "gru_cell": _cell(nn.GRUCell), "lstm_cell": _cell(nn.LSTMCell)}
 
 
 @kind
@@ -261,26 +218,6 @@ def _run_sdpa(self: Any, x: Tensor, batch: Batch) -> Tensor:
     q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
     return self.out(attended.transpose(1, 2).flatten(2))
-
-
-@kind
-def scale(x: int) -> nn.Module:
-    return Call(lambda self, v, _: v * self.weight, weight=nn.Parameter(torch.ones(x) + 0.1 * torch.randn(x)))
-
-
-@kind
-def prelu(x: int) -> nn.Module:
-    return over(nn.PReLU())
-
-
-@kind
-def weight_norm(x: int) -> nn.Module:
-    return over(nn.utils.parametrizations.weight_norm(nn.Linear(x, x)))
-
-
-@kind
-def spectral_norm(x: int) -> nn.Module:
-    return over(nn.utils.parametrizations.spectral_norm(nn.Linear(x, x)))
 
 
 @kind
@@ -324,11 +261,24 @@ def dropout(x: int, p: float = 0.3, inplace: bool = False) -> nn.Module:
     return over(nn.Dropout(p, inplace=inplace), lambda v: v * 1.0 if inplace else v)
 
 
-@kind
-def channel_dropout(x: int, p: float = 0.3) -> nn.Module:
-    return over(nn.Dropout1d(p), swap, unswap)
-
-
-@kind
-def noise(x: int) -> nn.Module:
-    return Call(lambda self, v, _: v + 0.1 * torch.randn_like(v) if self.training else v)
+KINDS |= {
+    "bilinear": lambda x: Call(lambda self, a, b, _: self.module(a, b), module=nn.Bilinear(x, x, x)),
+    "separable": lambda x: over(
+        nn.Sequential(nn.Conv1d(x, x, 3, padding=1, groups=x), nn.Conv1d(x, x, 1)), swap, unswap
+    ),
+    "causal": lambda x: over(nn.Conv1d(x, x, 2), lambda v: F.pad(swap(v), (1, 0)), unswap),
+    "transposed": lambda x: over(nn.Sequential(nn.ConvTranspose1d(x, x, 3, padding=1), nn.Tanh()), swap, unswap),
+    "groupnorm": lambda x: over(nn.GroupNorm(2, x), swap, unswap),
+    "rmsnorm": lambda x: over(nn.RMSNorm(x)),
+    "instancenorm": lambda x: over(nn.InstanceNorm1d(x, affine=True), swap, unswap),
+    **{"rnn": _recurrent(nn.RNN), "gru": _recurrent(nn.GRU), "lstm": _recurrent(nn.LSTM)},
+    **{"rnn_cell": _cell(nn.RNNCell), "gru_cell": _cell(nn.GRUCell), "lstm_cell": _cell(nn.LSTMCell)},
+    "scale": lambda x: Call(
+        lambda self, v, _: v * self.weight, weight=nn.Parameter(torch.ones(x) + 0.1 * torch.randn(x))
+    ),
+    "prelu": lambda x: over(nn.PReLU()),
+    "weight_norm": lambda x: over(nn.utils.parametrizations.weight_norm(nn.Linear(x, x))),
+    "spectral_norm": lambda x: over(nn.utils.parametrizations.spectral_norm(nn.Linear(x, x))),
+    "channel_dropout": lambda x: over(nn.Dropout1d(0.3), swap, unswap),
+    "noise": lambda x: Call(lambda self, v, _: v + 0.1 * torch.randn_like(v) if self.training else v),
+}

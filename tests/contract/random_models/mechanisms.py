@@ -27,7 +27,20 @@ HOLDS = 2**30
 EVERYTHING = OffloadPlan(1, frozenset(range(999)), 1, 999)
 
 
-class Backward(Way):
+class Forward(Way):
+    """Forward fusion."""
+
+    def begin(self, model: RandomModel, optimizer: Optimizer, spec: Spec) -> None:
+        bucket = 1 if spec.seed % 2 else None
+        self._fusion = retime.fuse_optimizer(model, optimizer, "forward", bucket_bytes=bucket)
+
+    def end(self) -> None:
+        with suppress(AttributeError):  # it was refused
+            self.on = self._fusion.report().fused_updates > 0
+            self._fusion.remove()
+
+
+class Backward(Forward):
     """Backward fusion; passes of a step are counted, wrapped, or told in advance."""
 
     def begin(self, model: RandomModel, optimizer: Optimizer, spec: Spec) -> None:
@@ -51,24 +64,6 @@ class Backward(Way):
         others = [p for p in model.parameters() if p.grad is not None and p not in fused]
         if others:
             nn.utils.clip_grad_value_(others, CLIP_VALUE)
-
-    def end(self) -> None:
-        with suppress(AttributeError):  # it was refused
-            self.on = self._fusion.report().fused_updates > 0
-            self._fusion.remove()
-
-
-class Forward(Way):
-    """Forward fusion."""
-
-    def begin(self, model: RandomModel, optimizer: Optimizer, spec: Spec) -> None:
-        bucket = 1 if spec.seed % 2 else None
-        self._fusion = retime.fuse_optimizer(model, optimizer, "forward", bucket_bytes=bucket)
-
-    def end(self) -> None:
-        with suppress(AttributeError):
-            self.on = self._fusion.report().fused_updates > 0
-            self._fusion.remove()
 
 
 class Deferral(Way):
@@ -152,6 +147,8 @@ class Offload(Way):
 class Budgeted(Way):
     """A `BudgetedStep` that offloads everything."""
 
+    splits = False
+
     def begin(self, model: RandomModel, optimizer: Optimizer, spec: Spec) -> None:
         kept = spec.training.accumulate > 1 or not spec.training.to_none or spec.training.zero == "before"
         self._step = BudgetedStep(
@@ -161,11 +158,8 @@ class Budgeted(Way):
             HostMemory("cpu"),
             gradients="kept" if kept else "freed",
             make_plan=self._plan,
-            **self._options(spec),
+            sub_batches=self.splits,
         )
-
-    def _options(self, spec: Spec) -> dict[str, Any]:
-        return {"sub_batches": False}
 
     def _plan(self, planner: StepPlanner, step: Any, batch: Any, samples: int) -> PlannedShape:
         return PlannedShape(samples, PlanChoice(replace(EVERYTHING, sub_batch=samples), 0, 0, 1, 1, 0, 0))
@@ -187,8 +181,7 @@ class Budgeted(Way):
 class Parts(Budgeted):
     """A `BudgetedStep` that splits each batch its certificate lets it split, in two uneven parts."""
 
-    def _options(self, spec: Spec) -> dict[str, Any]:
-        return {}
+    splits = True
 
     def _plan(self, planner: StepPlanner, step: Any, batch: Any, samples: int) -> PlannedShape:
         certificate = planner.certify(step, batch) if samples > 1 else None

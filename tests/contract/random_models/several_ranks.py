@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from contract.random_models.check import Verdict
-from contract.random_models.fits import Fit
+from contract.random_models.fits import Fit, counted
 from contract.random_models.losses import loss_of
 from contract.random_models.mechanisms import UPDATED_TWICE, Mechanism, in_backward
 from contract.random_models.model import batches, build
@@ -81,14 +81,6 @@ def _state_left_alone(spec: Spec) -> Spec:
     return replace(spec, training=replace(spec.training, between=between))
 
 
-def _count(name: str) -> Any:
-    def did(trainer: Trainer) -> bool:
-        report = trainer.strategy.report()
-        return report is not None and getattr(report, name) > 0
-
-    return did
-
-
 def _updated_on_host(trainer: Trainer) -> bool:
     update = trainer.strategy.report().update
     return update is not None and update.steps > 0
@@ -100,43 +92,33 @@ def _all_blocks(spec: Spec) -> Any:
     return row.strategy(_ddp(spec))
 
 
+def _on_ranks(name: str, way: Any, fit: Any, **options: Any) -> Mechanism:
+    return Mechanism(name, way, fit, here=False, train=train_on_ranks, **options)
+
+
 ON_RANKS = [
-    Mechanism(
+    _on_ranks(
         "fused_optimizer_ddp",
-        lambda: Fit(lambda spec: FusedOptimizerDDPStrategy(**_ddp(spec)), _count("fused_updates")),
+        lambda: Fit(lambda spec: FusedOptimizerDDPStrategy(**_ddp(spec)), counted("fused_updates")),
         _used_in_backward,
         late=True,
         raises=UPDATED_TWICE,
         share=40,
         every=2,
-        here=False,
-        train=train_on_ranks,
     ),
-    Mechanism(
-        "ooo_ddp",
-        lambda: Fit(_all_blocks, _count("deferred_gradients")),
-        _longer,
-        share=30,
-        every=2,
-        here=False,
-        train=train_on_ranks,
-    ),
-    Mechanism(
+    _on_ranks("ooo_ddp", lambda: Fit(_all_blocks, counted("deferred_gradients")), _longer, share=30, every=2),
+    _on_ranks(
         "cpu_accumulate_ddp_update_on_host",
         lambda: Fit(lambda spec: CPUAccumulateStrategy(update_on_host=True, **_ddp(spec)), _updated_on_host),
         _state_left_alone,
         late=True,
         every=2,
-        here=False,
-        train=train_on_ranks,
     ),
-    Mechanism(
+    _on_ranks(
         "memory_budget_ddp",
-        lambda: Fit(lambda spec: MemoryBudgetDDPStrategy(**_ddp(spec)), _count("steps")),
+        lambda: Fit(lambda spec: MemoryBudgetDDPStrategy(**_ddp(spec)), counted("steps")),
         used,
         every=5,
-        here=False,
-        train=train_on_ranks,
     ),
     PIPELINE,
 ]

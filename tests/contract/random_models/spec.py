@@ -49,7 +49,7 @@ class Training(Compact):
     """How the model is trained.
 
     Attributes:
-        optimizer: a name in `training.OPTIMIZERS`.
+        optimizer: a name in `torch.optim`.
         options: of the optimizer.
         groups: parameter groups; parameters go to them in turn.
         left_out: every so many-th parameter is in no group; 0 for none.
@@ -60,7 +60,7 @@ class Training(Compact):
         to_none: `zero_grad(set_to_none=)`.
         schedule: a name in `training.SCHEDULES`, or "".
         loss: a name in `losses.LOSSES`.
-        between: what happens after which step: (step, a name in `training.BETWEEN`).
+        between: what happens after which step: (step, a method of `training.Between`).
         reads_gradients: the loop looks at the gradients before it clips.
         autocast: the forward pass runs in bfloat16 where torch wants it to.
         told: who divides the batch is told what the loss divides by, where it is a count.

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from lightning.pytorch import Trainer
 
-from contract.random_models.fits import Fit, train_fit
+from contract.random_models.fits import Fit, counted, train_fit
 from contract.random_models.mechanisms import UPDATED_TWICE, Mechanism, double, in_backward
 from contract.random_models.spec import Spec
 from contract.random_models.training import Order, as_given
@@ -18,9 +18,7 @@ from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.strategies import FusedOptimizerStrategy, MemoryBudgetStrategy
 from support.memory_budget import OFFLOADS, SPLITS
 
-
-def _fused(trainer: Trainer) -> bool:
-    return trainer.strategy.report().fused_updates > 0
+_fused = counted("fused_updates")
 
 
 def _fused_by_callback(trainer: Trainer) -> bool:
@@ -33,11 +31,6 @@ def _moved(trainer: Trainer) -> bool:
     if report is None:
         return False
     return report.sub_batches > report.steps or bool(report.offload is not None and report.offload.storages)
-
-
-def _planned(trainer: Trainer) -> bool:
-    report = trainer.strategy.report()
-    return report is not None and report.steps > 0
 
 
 _ABOVE_FLOOR = 1.05
@@ -130,6 +123,6 @@ LIGHTNING = [
     _lightning(
         "callback_forward", lambda: Fit(did=_fused_by_callback, callbacks=lambda: [FuseOptimizer("forward")]), every=5
     ),
-    _lightning("memory_budget", lambda: Fit(lambda spec: "memory_budget", _planned), every=4),
+    _lightning("memory_budget", lambda: Fit(lambda spec: "memory_budget", counted("steps")), every=4),
     _lightning("memory_budget_tight", lambda: _Tight(did=_moved), fit=roomy, exact=False, share=10, every=5),
 ]

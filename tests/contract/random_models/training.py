@@ -19,7 +19,6 @@ from contract.random_models.model import RandomModel, batches, build
 from contract.random_models.spec import Spec, Training
 from contract.record import snapshot
 
-OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop")
 SCHEDULES: dict[str, Callable[[Optimizer, int], LRScheduler]] = {
     "step": lambda optimizer, steps: StepLR(optimizer, 1, 0.5),
     "lambda": lambda optimizer, steps: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
@@ -138,7 +137,7 @@ def train(spec: Spec, way: Way, order: Order = as_given) -> dict[str, Any]:
                 optimizer.zero_grad(set_to_none=training.to_none)
             for when, name in training.between:
                 if when == step:
-                    keeper.run(name)
+                    getattr(keeper, name)()
     finally:
         way.end()
     return left | snapshot({"weights": dict(model.state_dict()), "optimizer": optimizer.state_dict()})
@@ -150,9 +149,6 @@ class Between:
     def __init__(self, model: nn.Module, optimizer: Optimizer, seen: list[Any]) -> None:
         self.model, self.optimizer, self.seen = model, optimizer, seen
         self.average: dict[str, Tensor] = {}
-
-    def run(self, name: str) -> None:
-        getattr(self, name)()
 
     def ema(self) -> None:
         """Weights' moving average, and at the second call it takes their place."""
@@ -215,6 +211,3 @@ class Between:
 
     def change_class_weights(self) -> None:
         self.model.class_weights.mul_(2.0)
-
-
-BETWEEN = tuple(name for name in vars(Between) if not name.startswith("_") and name != "run")

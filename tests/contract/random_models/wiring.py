@@ -11,139 +11,89 @@ from torch.utils.checkpoint import checkpoint
 from contract.random_models.layers import KINDS, Batch, Call, kind
 
 
-def _plain(function: Callable[[Tensor], Tensor]) -> Callable[..., nn.Module]:
-    return lambda x: Call(lambda self, v, _: function(v))
+def _plain(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    KINDS[function.__name__] = lambda x: Call(lambda self, v, _: function(v))
+    return function
 
 
-def _add_(v: Tensor) -> Tensor:
+@_plain
+def add_(v: Tensor) -> Tensor:
     v = v + 0.0
     v.add_(0.1)
     return v
 
 
-def _slices(v: Tensor) -> Tensor:
+@_plain
+def slices(v: Tensor) -> Tensor:
     v = v.clone()
     v[:, 0] = v[:, -1] * 0.5
     v[..., 0] += 0.1
     return v
 
 
-def _masked(v: Tensor) -> Tensor:
-    return v.clone().masked_fill_(v > 1.0, 1.0)
-
-
-def _chunks(v: Tensor) -> Tensor:
+@_plain
+def chunks(v: Tensor) -> Tensor:
     first, last = v.chunk(2, -1)
     return torch.cat([last.tanh(), first], -1)
 
 
-def _unsafe_chunks(v: Tensor) -> Tensor:
+@_plain
+def unsafe_chunks(v: Tensor) -> Tensor:
     first, last = (v * 1.0).unsafe_chunk(2, -1)
     return torch.cat([first.sigmoid_(), last.tanh_()], -1)
 
 
-def _unsafe_split(v: Tensor) -> Tensor:
+@_plain
+def unsafe_split(v: Tensor) -> Tensor:
     parts = (v * 1.0).unsafe_split(1, 1)
     return torch.cat([part.tanh_() for part in parts], 1)
 
 
-def _unbound(v: Tensor) -> Tensor:
-    return torch.stack([one.tanh() for one in v.unbind(1)], 1)
-
-
-def _expanded(v: Tensor) -> Tensor:
-    return v - v.mean(1, keepdim=True).expand_as(v)
-
-
-def _rolled(v: Tensor) -> Tensor:
-    return v.roll(1, 1).flip(2)
-
-
-def _reshaped(v: Tensor) -> Tensor:
-    return v.transpose(1, 2).reshape(v.shape[0], -1).view(v.shape[0], v.shape[2], v.shape[1]).transpose(1, 2)
-
-
-def _detached(v: Tensor) -> Tensor:
-    return v + 0.5 * v.detach()
-
-
-def _partly_detached(v: Tensor) -> Tensor:
+@_plain
+def partly_detached(v: Tensor) -> Tensor:
     first, last = v.chunk(2, -1)
     return torch.cat([first.detach(), last], -1)
 
 
-def _without_gradient(v: Tensor) -> Tensor:
+@_plain
+def without_gradient(v: Tensor) -> Tensor:
     with torch.no_grad():
         gate = v.sigmoid()
     return v * gate
 
 
-def _read_value(v: Tensor) -> Tensor:
-    return v * (1.0 + 0.01 * float(v.detach().abs().mean().clamp(max=1.0)))
+@_plain
+def reshaped(v: Tensor) -> Tensor:
+    return v.transpose(1, 2).reshape(v.shape[0], -1).view(v.shape[0], v.shape[2], v.shape[1]).transpose(1, 2)
 
 
-def _cumulative(v: Tensor) -> Tensor:
-    return v.cumsum(1) / 3
-
-
-def _through_numpy(v: Tensor) -> Tensor:
+@_plain
+def through_numpy(v: Tensor) -> Tensor:
     return v + torch.from_numpy(np.tanh(v.detach().double().numpy())).to(v.dtype)
 
 
-def _over_samples(v: Tensor) -> Tensor:
-    return v - v.mean(0, keepdim=True)
-
-
 KINDS |= {
-    function.__name__[1:]: _plain(function)
-    for function in (
-        _add_,
-        _slices,
-        _masked,
-        _chunks,
-        _unsafe_chunks,
-        _unsafe_split,
-        _unbound,
-        _expanded,
-        _rolled,
-        _reshaped,
-        _detached,
-        _partly_detached,
-        _without_gradient,
-        _read_value,
-        _cumulative,
-        _through_numpy,
-        _over_samples,
-    )
+    "masked": lambda x: Call(lambda self, v, _: v.clone().masked_fill_(v > 1.0, 1.0)),
+    "unbound": lambda x: Call(lambda self, v, _: torch.stack([one.tanh() for one in v.unbind(1)], 1)),
+    "expanded": lambda x: Call(lambda self, v, _: v - v.mean(1, keepdim=True).expand_as(v)),
+    "rolled": lambda x: Call(lambda self, v, _: v.roll(1, 1).flip(2)),
+    "detached": lambda x: Call(lambda self, v, _: v + 0.5 * v.detach()),
+    "read_value": lambda x: Call(lambda self, v, _: v * (1.0 + 0.01 * float(v.detach().abs().mean().clamp(max=1.0)))),
+    "cumulative": lambda x: Call(lambda self, v, _: v.cumsum(1) / 3),
+    "over_samples": lambda x: Call(lambda self, v, _: v - v.mean(0, keepdim=True)),
+    "tanh_": lambda x: Call(lambda self, v, _: v.tanh_()),
+    "relu_": lambda x: Call(lambda self, v, _: v.relu_()),
+    "mul_": lambda x: Call(lambda self, v, _: v.mul_(0.9)),
+    # of two inputs
+    "add": lambda x: Call(lambda self, a, b, _: a + b),
+    "multiply": lambda x: Call(lambda self, a, b, _: a * b.tanh()),
+    "joined": lambda x: Call(lambda self, a, b, _: self.module(torch.cat([a, b], -1)), module=nn.Linear(2 * x, x)),
+    "largest": lambda x: Call(lambda self, a, b, _: torch.maximum(a, b)),
+    "chosen": lambda x: Call(lambda self, a, b, batch: torch.where(batch.mask.unsqueeze(-1) > 0, a, b)),
+    # around others
+    "residual": lambda x, inner: Call(lambda self, v, batch: v + self.inner(v, batch), inner=inner),
+    "own_function": lambda x: Call(lambda self, v, _: Cubed.apply(v.tanh())),
 }
-KINDS["tanh_"] = _plain(lambda v: v.tanh_())
-KINDS["relu_"] = _plain(lambda v: v.relu_())
-KINDS["mul_"] = _plain(lambda v: v.mul_(0.9))
-
-
-@kind
-def add(x: int) -> nn.Module:
-    return Call(lambda self, a, b, _: a + b)
-
-
-@kind
-def multiply(x: int) -> nn.Module:
-    return Call(lambda self, a, b, _: a * b.tanh())
-
-
-@kind
-def joined(x: int) -> nn.Module:
-    return Call(lambda self, a, b, _: self.module(torch.cat([a, b], -1)), module=nn.Linear(2 * x, x))
-
-
-@kind
-def largest(x: int) -> nn.Module:
-    return Call(lambda self, a, b, _: torch.maximum(a, b))
-
-
-@kind
-def chosen(x: int) -> nn.Module:
-    return Call(lambda self, a, b, batch: torch.where(batch.mask.unsqueeze(-1) > 0, a, b))
 
 
 @kind
@@ -195,16 +145,6 @@ class Cubed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (v,) = ctx.saved_tensors
         return gradient * (1 - v**2 / 2)
-
-
-@kind
-def own_function(x: int) -> nn.Module:
-    return Call(lambda self, v, _: Cubed.apply(v.tanh()))
-
-
-@kind
-def residual(x: int, inner: Any) -> nn.Module:
-    return Call(lambda self, v, batch: v + self.inner(v, batch), inner=inner)
 
 
 @kind

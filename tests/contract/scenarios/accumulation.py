@@ -5,12 +5,16 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from contract.bench import Bench
 from contract.models import Net, sgd
-from contract.registry import fits, scenario
+from contract.registry import fits
 from contract.traits import NORM_CLIP
 
 NONE_ACROSS_RANKS = "Lightning refuses a training_step that returns None across ranks"
+
+
+class ChangeAccumulation(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.accumulate_grad_batches = 1 if batch_idx < 2 else 2
 
 
 fits(
@@ -22,15 +26,6 @@ fits(
     accumulate_by_epoch=lambda bench: bench.fit(
         Net(), callbacks=[GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})], max_epochs=3
     ),
-)
-
-
-class ChangeAccumulation(Callback):
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        trainer.accumulate_grad_batches = 1 if batch_idx < 2 else 2
-
-
-fits(
     accumulation_changes_mid_epoch=lambda bench: bench.fit(
         Net(optimizer=sgd), loader=bench.loader(batches=5), callbacks=[ChangeAccumulation()]
     ),
@@ -52,36 +47,31 @@ fits(
 class Skips(Net):
     """Returns None for some batches: no backward, yet the step is still called."""
 
-    skipped: tuple[int, ...] = ()
+    def __init__(self, *skipped: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.skipped = skipped
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx in self.skipped else loss
 
 
-class SkipsFirstAndLast(Skips):
-    skipped = (0, 2)
-
-
-class SkipsMiddle(Skips):
-    skipped = (1, 2)
-
-
 fits(
     single=NONE_ACROSS_RANKS,
-    training_step_returns_none=lambda bench: bench.fit(SkipsMiddle(), loader=bench.loader(batches=5)),
-    training_step_returns_none_at_the_ends=lambda bench: bench.fit(SkipsFirstAndLast(optimizer=sgd)),
+    training_step_returns_none=lambda bench: bench.fit(Skips(1, 2), loader=bench.loader(batches=5)),
+    training_step_returns_none_at_the_ends=lambda bench: bench.fit(Skips(0, 2, optimizer=sgd)),
     # A window's last batch has no backward, but the gradients of the batches before it are stepped.
     none_on_the_stepping_batch=lambda bench: bench.fit(
-        SkipsMiddle(), loader=bench.loader(batches=5), accumulate_grad_batches=2
+        Skips(1, 2), loader=bench.loader(batches=5), accumulate_grad_batches=2
     ),
     none_inside_a_window=lambda bench: bench.fit(
-        SkipsMiddle(), loader=bench.loader(batches=5), accumulate_grad_batches=3
+        Skips(1, 2), loader=bench.loader(batches=5), accumulate_grad_batches=3
+    ),
+    none_on_the_stepping_batch_with_value_clipping=lambda bench: bench.fit(
+        Skips(1, 2),
+        loader=bench.loader(batches=5),
+        accumulate_grad_batches=3,
+        gradient_clip_val=0.01,
+        gradient_clip_algorithm="value",
     ),
 )
-
-
-@scenario(single=NONE_ACROSS_RANKS)
-def none_on_the_stepping_batch_with_value_clipping(bench: Bench) -> None:
-    clipped = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    bench.fit(SkipsMiddle(), loader=bench.loader(batches=5), accumulate_grad_batches=3, **clipped)

@@ -5,23 +5,34 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor
 
 from contract.bench import Bench
-from contract.models import Net, sgd
-from contract.registry import scenario
+from contract.models import Net, mlp, sgd
+from contract.registry import fits, scenario
 from contract.traits import ALIASES
 
 
 class HomeMadeEMA(Callback):
     """Holds the parameters from fit start on, so nothing announces that it is about to read them."""
 
+    def hold(self, parameter: Tensor) -> Tensor:
+        return parameter
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.parameters = list(pl_module.parameters())
-        self.average = [parameter.detach().clone() for parameter in self.parameters]
+        self.held = [self.hold(parameter) for parameter in pl_module.parameters()]
+        self.average = [held.detach().clone() for held in self.held]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for average, parameter in zip(self.average, self.parameters, strict=True):
-            average.lerp_(parameter.detach(), 0.1)
+        for average, held in zip(self.average, self.held, strict=True):
+            average.lerp_(held.detach(), 0.1)
+
+
+class AliasEMA(HomeMadeEMA):
+    """Averages through `.data` aliases taken at fit start: no torch function sees the parameters again."""
+
+    def hold(self, parameter: Tensor) -> Tensor:
+        return parameter.data
 
 
 class EpochSnapshots(Callback):
@@ -35,51 +46,12 @@ class EpochSnapshots(Callback):
         self.copies.append([storage.clone() for storage in self.storages])
 
 
-@scenario()
-def ema_of_lightning(bench: Bench) -> None:
-    callback = EMAWeightAveraging(decay=0.5)
-    bench.fit(Net(), callbacks=[callback], val=bench.loader(batches=1), accumulate_grad_batches=2)
-
-
-@scenario()
-def averaging_of_lightning(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd), callbacks=[WeightAveraging()], val=bench.loader(batches=1), max_epochs=3)
-
-
-@scenario()
-def stochastic_weight_averaging(bench: Bench) -> None:
-    callback = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2)
-    bench.fit(Net(optimizer=sgd), callbacks=[callback], max_epochs=4)
-
-
-@scenario()
-def ema_home_made(bench: Bench) -> None:
-    callback = HomeMadeEMA()
-    bench.fit(Net(), callbacks=[callback], accumulate_grad_batches=2)
-    bench.keep("average", callback.average)
-
-
-@scenario()
-def ema_home_made_every_batch(bench: Bench) -> None:
-    callback = HomeMadeEMA()
-    bench.fit(Net(optimizer=sgd), callbacks=[callback])
-    bench.keep("average", callback.average)
-
-
-@scenario(ALIASES)
-def weights_copied_at_epoch_end(bench: Bench) -> None:
-    callback = EpochSnapshots()
-    bench.fit(Net(), callbacks=[callback])
-    bench.keep("copies", callback.copies)
-
-
 class TargetNetwork(Net):
     """Follows its own weights with a second copy, updated in training_step as reinforcement learning does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.target = torch.nn.Sequential(*[torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6)])
-        self.target.requires_grad_(False)
+        self.target = mlp().requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
@@ -88,6 +60,33 @@ class TargetNetwork(Net):
         return super().training_step([batch[0], self.target(batch[0])], batch_idx)
 
 
-@scenario()
-def target_network(bench: Bench) -> None:
-    bench.fit(TargetNetwork())
+def _averaged(bench: Bench, module: Net, callback: HomeMadeEMA, **kwargs: Any) -> None:
+    bench.fit(module, callbacks=[callback], **kwargs)
+    bench.keep("average", callback.average)
+
+
+fits(
+    ema_of_lightning=lambda bench: bench.fit(
+        Net(), callbacks=[EMAWeightAveraging(decay=0.5)], val=bench.loader(batches=1), accumulate_grad_batches=2
+    ),
+    averaging_of_lightning=lambda bench: bench.fit(
+        Net(optimizer=sgd), callbacks=[WeightAveraging()], val=bench.loader(batches=1), max_epochs=3
+    ),
+    stochastic_weight_averaging=lambda bench: bench.fit(
+        Net(optimizer=sgd),
+        callbacks=[StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2)],
+        max_epochs=4,
+    ),
+    ema_home_made=lambda bench: _averaged(bench, Net(), HomeMadeEMA(), accumulate_grad_batches=2),
+    ema_home_made_every_batch=lambda bench: _averaged(bench, Net(optimizer=sgd), HomeMadeEMA()),
+    target_network=lambda bench: bench.fit(TargetNetwork()),
+)
+
+fits(ALIASES, ema_through_aliases=lambda bench: _averaged(bench, Net(), AliasEMA()))
+
+
+@scenario(ALIASES)
+def weights_copied_at_epoch_end(bench: Bench) -> None:
+    callback = EpochSnapshots()
+    bench.fit(Net(), callbacks=[callback])
+    bench.keep("copies", callback.copies)

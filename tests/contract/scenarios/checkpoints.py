@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from contract.bench import Bench
 from contract.models import FEATURES, Net, sgd
 from contract.record import differences, snapshot
-from contract.registry import scenario
+from contract.registry import fits, scenario
 from contract.scenarios.schedules import _by, _halve
 from contract.traits import NORM_CLIP
 
@@ -60,7 +60,7 @@ def checkpoints_by_hand(bench: Bench) -> None:
     bench.keep("checkpoints", _saved(bench.folder))
 
 
-def _resume(bench: Bench, first_plain: bool, then_plain: bool, **kwargs: Any) -> None:
+def _resume(bench: Bench, first_plain: bool = False, then_plain: bool = False, **kwargs: Any) -> None:
     """Stop in the middle of epoch 1, save, and go on in a new Trainer with a new module."""
     torch.manual_seed(1)
     path = bench.folder / "5.ckpt"
@@ -76,26 +76,19 @@ def _resume(bench: Bench, first_plain: bool, then_plain: bool, **kwargs: Any) ->
 def resume_mid_epoch(bench: Bench) -> None:
     torch.manual_seed(1)
     bench.fit(_scheduled(), max_epochs=3)
-    _resume(bench, first_plain=False, then_plain=False)
+    _resume(bench)
     weights, optimizers = (bench.record.entries["fit 3"][part] for part in ("weights", "optimizers"))
     uninterrupted = bench.record.entries["fit 1"]
     assert not list(differences(uninterrupted["weights"], weights)), "resuming changed the weights"
     assert not list(differences(uninterrupted["optimizers"], optimizers)), "resuming changed the optimizer"
 
 
-@scenario()
-def plain_resumes_ours(bench: Bench) -> None:
-    _resume(bench, first_plain=False, then_plain=True)
+fits(
+    plain_resumes_ours=lambda bench: _resume(bench, then_plain=True),
+    ours_resumes_plain=lambda bench: _resume(bench, first_plain=True),
+)
 
-
-@scenario()
-def ours_resumes_plain(bench: Bench) -> None:
-    _resume(bench, first_plain=True, then_plain=False)
-
-
-@scenario(NORM_CLIP)
-def resume_with_norm_clipping(bench: Bench) -> None:
-    _resume(bench, first_plain=False, then_plain=False, gradient_clip_val=0.05)
+fits(NORM_CLIP, resume_with_norm_clipping=lambda bench: _resume(bench, gradient_clip_val=0.05))
 
 
 @scenario()

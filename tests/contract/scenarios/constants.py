@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from contract.bench import Bench
 from contract.models import FEATURES, Net
-from contract.registry import scenario
+from contract.registry import fits, scenario
 
 SCALE = torch.linspace(0.5, 1.5, FEATURES)
 ORDER = torch.arange(FEATURES).flip(0)
@@ -95,20 +95,16 @@ class CountsInTensor(Net):
         return super().training_step(batch, batch_idx)
 
 
-@scenario()
-def constants_held_by_the_model(bench: Bench) -> None:
-    bench.fit(HoldsConstants())
+fits(
+    constants_held_by_the_model=lambda bench: bench.fit(HoldsConstants()),
+    constants_are_class_weights=lambda bench: bench.fit(Classes()),
+)
 
 
 @scenario()
 def constants_beside_the_model(bench: Bench) -> None:
     bench.fit(ReadsConstants())
     bench.keep("constants", [SCALE, ORDER])
-
-
-@scenario()
-def constants_are_class_weights(bench: Bench) -> None:
-    bench.fit(Classes())
 
 
 @scenario()

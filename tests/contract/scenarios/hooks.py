@@ -42,11 +42,7 @@ class ClipsItself(Net):
 
 
 class ClipsInItsOwnWay(Net):
-    def clip_gradients(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        for gradient in gradients_of(self):
-            gradient.clamp_(-0.02, 0.02)
+    clip_gradients = ClipsItself.configure_gradient_clipping
 
 
 class OwnBackward(Net):
@@ -145,6 +141,8 @@ fits(
     callback_after_backward=lambda bench: bench.fit(
         Net(optimizer=sgd), callbacks=[AfterBackwardCallback()], accumulate_grad_batches=2
     ),
+    zero_grad_keeps_tensors=lambda bench: bench.fit(ZeroesToZero(optimizer=sgd), accumulate_grad_batches=2),
+    zero_grad_never=lambda bench: bench.fit(NeverZeroes(optimizer=sgd), max_epochs=1),
 )
 
 
@@ -152,17 +150,6 @@ fits(
     optimizer_step_every_other_batch=lambda bench: bench.fit(EveryOtherBatch(optimizer=sgd)),
     optimizer_step_with_own_warm_up=lambda bench: bench.fit(WarmUp(optimizer=sgd)),
     optimizer_step_clamps_weights=lambda bench: bench.fit(ClampsAfterStep(optimizer=sgd)),
-)
-
-
-fits(
-    GRADIENT_HOOK,
-    zero_grad_keeps_tensors=lambda bench: bench.fit(ZeroesToZero(optimizer=sgd), accumulate_grad_batches=2),
-    zero_grad_never=lambda bench: bench.fit(NeverZeroes(optimizer=sgd), max_epochs=1),
-)
-
-
-fits(
     weights_clamped_between_batches=lambda bench: bench.fit(Net(optimizer=sgd), callbacks=[ClampsBetweenBatches()]),
     weights_clamped_before_batch=lambda bench: bench.fit(Net(optimizer=sgd), callbacks=[ClampsBeforeBatch()]),
     weight_norm_logged_each_batch=lambda bench: bench.fit(LogsWeightNorm()),

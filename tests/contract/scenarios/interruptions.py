@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExcept
 
 from contract.bench import Bench
 from contract.models import Net, sgd
-from contract.registry import scenario
+from contract.registry import fits, scenario
 
 
 class PlannedError(Exception):
@@ -20,9 +20,11 @@ class PlannedError(Exception):
 
 
 class RaisesInStep(Net):
+    error: type[BaseException] = PlannedError
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.current_epoch == 1 and batch_idx == 1:
-            raise PlannedError
+            raise self.error
         return super().training_step(batch, batch_idx)
 
 
@@ -38,11 +40,8 @@ class RaisesInValidation(Net):
             raise PlannedError
 
 
-class Interrupts(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.current_epoch == 1 and batch_idx == 1:
-            raise KeyboardInterrupt
-        return super().training_step(batch, batch_idx)
+class Interrupts(RaisesInStep):
+    error = KeyboardInterrupt
 
 
 class KeepsOnException(Callback):
@@ -69,24 +68,14 @@ def _crash(
     bench.keep("checkpoint", torch.load(bench.folder / "on_exception.ckpt", weights_only=False))
 
 
-@scenario()
-def exception_in_training_step(bench: Bench) -> None:
-    _crash(bench, RaisesInStep())
-
-
-@scenario()
-def exception_inside_a_window(bench: Bench) -> None:
-    _crash(bench, RaisesInStep(optimizer=sgd), accumulate_grad_batches=2)
-
-
-@scenario()
-def exception_after_a_batch(bench: Bench) -> None:
-    _crash(bench, Net(), RaisesAfterBatch())
-
-
-@scenario()
-def exception_in_validation(bench: Bench) -> None:
-    _crash(bench, RaisesInValidation(), val=bench.loader(batches=1), val_check_interval=2)
+fits(
+    exception_in_training_step=lambda bench: _crash(bench, RaisesInStep()),
+    exception_inside_a_window=lambda bench: _crash(bench, RaisesInStep(optimizer=sgd), accumulate_grad_batches=2),
+    exception_after_a_batch=lambda bench: _crash(bench, Net(), RaisesAfterBatch()),
+    exception_in_validation=lambda bench: _crash(
+        bench, RaisesInValidation(), val=bench.loader(batches=1), val_check_interval=2
+    ),
+)
 
 
 @scenario(single="Lightning kills the other ranks on Ctrl-C")
@@ -140,6 +129,4 @@ class StopsAfterBatch(Callback):
         trainer.should_stop = batch_idx == 1
 
 
-@scenario()
-def stopped_by_a_callback(bench: Bench) -> None:
-    bench.fit(Net(), callbacks=[StopsAfterBatch()])
+fits(stopped_by_a_callback=lambda bench: bench.fit(Net(), callbacks=[StopsAfterBatch()]))

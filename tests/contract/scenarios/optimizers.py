@@ -53,16 +53,16 @@ def optimizer_muon(bench: Bench) -> None:
     bench.fit(Net(net, optimizer=partial(optim.Muon, lr=0.02)))
 
 
-@scenario(LBFGS)
-def optimizer_lbfgs(bench: Bench) -> None:
-    bench.fit(Net(optimizer=partial(optim.LBFGS, lr=0.1, max_iter=3)))
+fits(LBFGS, optimizer_lbfgs=lambda bench: bench.fit(Net(optimizer=partial(optim.LBFGS, lr=0.1, max_iter=3))))
 
-
-@scenario(LBFGS, single="ranks have losses of their own, so each would search in another way and wait for the rest")
-def optimizer_line_search(bench: Bench) -> None:
-    """The optimizer reads the loss that its closure returns. In float64, as it divides by differences of gradients."""
-    optimizer = partial(optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe")
-    bench.fit(Net(optimizer=optimizer), precision="64-true")
+fits(
+    LBFGS,
+    single="ranks have losses of their own, so each would search in another way and wait for the rest",
+    # It reads the loss that its closure returns. In float64, as it divides by differences of gradients.
+    optimizer_line_search=lambda bench: bench.fit(
+        Net(optimizer=partial(optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe")), precision="64-true"
+    ),
+)
 
 
 class Words(Net):
@@ -76,9 +76,7 @@ class Words(Net):
         return nn.functional.mse_loss(self(inputs.abs().mul(3).long().clamp(max=4)).sum(1), targets)
 
 
-@scenario(SPARSE)
-def optimizer_sparse_adam(bench: Bench) -> None:
-    bench.fit(Words())
+fits(SPARSE, optimizer_sparse_adam=lambda bench: bench.fit(Words()))
 
 
 class Grouped(Net):
@@ -94,11 +92,6 @@ class Grouped(Net):
         )
 
 
-@scenario()
-def parameter_groups(bench: Bench) -> None:
-    bench.fit(Grouped())
-
-
 class Unfreeze(BaseFinetuning):
     """Trains the last layer first; the first layer joins as a new parameter group in epoch 1."""
 
@@ -110,9 +103,10 @@ class Unfreeze(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.01, train_bn=True)
 
 
-@scenario(single="DDP does not synchronise a parameter that was frozen when it was built")
-def groups_added_later(bench: Bench) -> None:
-    bench.fit(Net(), callbacks=[Unfreeze()], max_epochs=3)
+fits(
+    single="DDP does not synchronise a parameter that was frozen when it was built",
+    groups_added_later=lambda bench: bench.fit(Net(), callbacks=[Unfreeze()], max_epochs=3),
+)
 
 
 class SignDescent(Optimizer):
@@ -192,6 +186,7 @@ class Wide(Net):
 
 
 fits(
+    parameter_groups=lambda bench: bench.fit(Grouped()),
     parameters_of_odd_shapes=lambda bench: bench.fit(Wide()),
     # A deep net: many parameters, one group, so that a wrong narrowing of groups would reorder the state.
     optimizer_state_survives_schedule=lambda bench: bench.fit(

@@ -187,12 +187,6 @@ class Quiet(Net):
 
 
 fits(
-    parameters_tied=lambda bench: bench.fit(Net(Tied()), accumulate_grad_batches=2),
-    module_called_three_times=lambda bench: bench.fit(Net(Shared(), optimizer=sgd)),
-)
-
-
-fits(
     UNUSED,
     ddp={"find_unused_parameters": True},
     parameters_unused=lambda bench: bench.fit(Net(Unused())),
@@ -202,9 +196,7 @@ fits(
 )
 
 
-@scenario(single=FROZEN_IN_DDP)
-def parameters_thawed_late(bench: Bench) -> None:
-    bench.fit(HoldsAll(), callbacks=[LateUnfreeze()])
+fits(single=FROZEN_IN_DDP, parameters_thawed_late=lambda bench: bench.fit(HoldsAll(), callbacks=[LateUnfreeze()]))
 
 
 @scenario()
@@ -215,17 +207,16 @@ def parameters_frozen(bench: Bench) -> None:
 
 
 fits(
-    parameters_get_new_storage=lambda bench: bench.fit(Replaced()),
-    activation_checkpointing=lambda bench: bench.fit(Net(Checkpointed(reentrant=False))),
+    REENTRANT,
+    single="reentrant checkpointing marks a DDP parameter ready twice",
+    activation_checkpointing_reentrant=lambda bench: bench.fit(Net(Checkpointed(reentrant=True))),
 )
 
-
-@scenario(REENTRANT, single="reentrant checkpointing marks a DDP parameter ready twice")
-def activation_checkpointing_reentrant(bench: Bench) -> None:
-    bench.fit(Net(Checkpointed(reentrant=True)))
-
-
 fits(
+    parameters_tied=lambda bench: bench.fit(Net(Tied()), accumulate_grad_batches=2),
+    module_called_three_times=lambda bench: bench.fit(Net(Shared(), optimizer=sgd)),
+    parameters_get_new_storage=lambda bench: bench.fit(Replaced()),
+    activation_checkpointing=lambda bench: bench.fit(Net(Checkpointed(reentrant=False))),
     recurrent_network=lambda bench: bench.fit(Net(Recurrent())),
     channels_last=lambda bench: bench.fit(Net(Convolved()), accumulate_grad_batches=2),
     attention=lambda bench: bench.fit(Net(Attention()), val=bench.loader(batches=1)),
@@ -233,23 +224,17 @@ fits(
     weights_in_the_loss=lambda bench: bench.fit(Penalised()),
     weights_read_without_autograd=lambda bench: bench.fit(ReadsDataFirst()),
     gradient_penalty=lambda bench: bench.fit(GradientPenalty()),
+    two_forwards_one_loss=lambda bench: bench.fit(TwoForwards()),
 )
 
 
-@scenario(HELD_BACK)
-def weight_read_late_in_backward(bench: Bench) -> None:
-    bench.fit(LateRead())
+fits(HELD_BACK, weight_read_late_in_backward=lambda bench: bench.fit(LateRead()))
 
-
-@scenario()
-def two_forwards_one_loss(bench: Bench) -> None:
-    bench.fit(TwoForwards())
-
-
-@scenario(COMPILED)
-def compiled_module(bench: Bench) -> None:
+fits(
+    COMPILED,
     # "aot_eager" traces forward and backward as the default does, without a C++ compiler.
-    bench.fit(torch.compile(Quiet(), backend="aot_eager"), max_epochs=1)
+    compiled_module=lambda bench: bench.fit(torch.compile(Quiet(), backend="aot_eager"), max_epochs=1),
+)
 
 
 @scenario(COMPILED)

@@ -1,13 +1,14 @@
 """Mixed and other precisions, with and without a gradient scaler."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 from contract.bench import Bench
 from contract.models import Net, sgd
-from contract.registry import fits, scenario
+from contract.registry import fits
 from contract.traits import NORM_CLIP, SCALER
 
 fits(
@@ -23,35 +24,23 @@ fits(
 )
 
 
-def _scaled(scale: float = 2.0**20) -> MixedPrecision:
+def _scaled(bench: Bench, scale: float = 2.0**20, **kwargs: Any) -> None:
     # By default it starts so high that the first steps overflow and are skipped, then grows again every second step.
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
-    return MixedPrecision("16-mixed", "cpu", scaler)
+    bench.fit(Net(), plugins=[MixedPrecision("16-mixed", "cpu", scaler)], **kwargs)
+    bench.keep("scaler", scaler.state_dict())
 
 
-@scenario(SCALER)
-def precision_with_scaler(bench: Bench) -> None:
-    plugin = _scaled()
-    bench.fit(Net(), loader=bench.loader(batches=5), plugins=[plugin], max_epochs=3)
-    bench.keep("scaler", plugin.scaler.state_dict())
+fits(
+    SCALER,
+    precision_with_scaler=lambda bench: _scaled(bench, loader=bench.loader(batches=5), max_epochs=3),
+    precision_with_scaler_that_never_overflows=lambda bench: _scaled(bench, 2.0**4, accumulate_grad_batches=2),
+)
 
-
-@scenario(SCALER, NORM_CLIP)
-def precision_with_scaler_clipping_and_accumulation(bench: Bench) -> None:
-    plugin = _scaled()
-    bench.fit(
-        Net(),
-        loader=bench.loader(batches=5),
-        plugins=[plugin],
-        max_epochs=4,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.1,
-    )
-    bench.keep("scaler", plugin.scaler.state_dict())
-
-
-@scenario(SCALER)
-def precision_with_scaler_that_never_overflows(bench: Bench) -> None:
-    plugin = _scaled(2.0**4)
-    bench.fit(Net(), plugins=[plugin], accumulate_grad_batches=2)
-    bench.keep("scaler", plugin.scaler.state_dict())
+fits(
+    SCALER,
+    NORM_CLIP,
+    precision_with_scaler_clipping_and_accumulation=lambda bench: _scaled(
+        bench, loader=bench.loader(batches=5), max_epochs=4, accumulate_grad_batches=2, gradient_clip_val=0.1
+    ),
+)

@@ -9,22 +9,9 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from contract.bench import Bench
 from contract.models import Net, adam, mlp, sgd
-from contract.registry import fits, scenario
+from contract.registry import fits
 from contract.traits import ACCUMULATION_HOOK, ALIASES, BACKWARD_HOOK, HELD_BACK, STATE_DICT
-
-
-class AliasEMA(Callback):
-    """Averages through `.data` aliases taken at fit start: no torch function sees the parameters again."""
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.aliases = [parameter.data for parameter in pl_module.parameters()]
-        self.average = [alias.clone() for alias in self.aliases]
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for average, alias in zip(self.average, self.aliases, strict=True):
-            average.lerp_(alias, 0.1)
 
 
 class NumpyReader(Net):
@@ -169,24 +156,7 @@ class LoadsWeights(Callback):
             pl_module.load_state_dict(self.kept)
 
 
-@scenario(ALIASES)
-def ema_through_aliases(bench: Bench) -> None:
-    callback = AliasEMA()
-    bench.fit(Net(), callbacks=[callback])
-    bench.keep("average", callback.average)
-
-
-@scenario(ALIASES)
-def weights_shared_with_numpy(bench: Bench) -> None:
-    bench.fit(NumpyReader(optimizer=sgd))
-
-
-fits(
-    optimizer_state_logged=lambda bench: bench.fit(Net(), callbacks=[LogsOptimizerState()]),
-    network_copied_and_pickled=lambda bench: bench.fit(Net(), callbacks=[Copies()]),
-    tensor_hooks=lambda bench: bench.fit(HalvesInPlace(optimizer=sgd), accumulate_grad_batches=2),
-)
-
+fits(ALIASES, weights_shared_with_numpy=lambda bench: bench.fit(NumpyReader(optimizer=sgd)))
 
 fits(
     ACCUMULATION_HOOK,
@@ -194,39 +164,24 @@ fits(
     accumulation_hooks_at_train_start=lambda bench: bench.fit(HalvesAccumulatedLate(optimizer=sgd)),
 )
 
+fits(HELD_BACK, accumulation_hooks_mid_run=lambda bench: bench.fit(HalvesAccumulatedMidRun(optimizer=sgd)))
 
-@scenario(HELD_BACK)
-def accumulation_hooks_mid_run(bench: Bench) -> None:
-    bench.fit(HalvesAccumulatedMidRun(optimizer=sgd))
+fits(BACKWARD_HOOK, weights_read_in_backward_hooks=lambda bench: bench.fit(WatchesBackward(optimizer=sgd)))
 
-
-@scenario(BACKWARD_HOOK)
-def weights_read_in_backward_hooks(bench: Bench) -> None:
-    bench.fit(WatchesBackward(optimizer=sgd))
-
+fits(STATE_DICT, optimizer_state_reloaded=lambda bench: bench.fit(ReloadsOptimizer(), max_epochs=3))
 
 fits(
-    weights_read_in_forward_hooks=lambda bench: bench.fit(WatchesForward(optimizer=sgd)),
-    optimizer_state_cleared=lambda bench: bench.fit(ClearsMoments(), max_epochs=3),
+    single="DDP does not synchronise a parameter that joins after it was built",
+    network_grows=lambda bench: bench.fit(GrowsInTheMiddle(optimizer=adam), max_epochs=3),
 )
 
-
-@scenario(STATE_DICT)
-def optimizer_state_reloaded(bench: Bench) -> None:
-    bench.fit(ReloadsOptimizer(), max_epochs=3)
-
-
-@scenario()
-def optimizer_built_anew(bench: Bench) -> None:
-    bench.fit(NewOptimizer(), max_epochs=3)
-
-
-@scenario(single="DDP does not synchronise a parameter that joins after it was built")
-def network_grows(bench: Bench) -> None:
-    bench.fit(GrowsInTheMiddle(optimizer=adam), max_epochs=3)
-
-
 fits(
+    optimizer_state_logged=lambda bench: bench.fit(Net(), callbacks=[LogsOptimizerState()]),
+    network_copied_and_pickled=lambda bench: bench.fit(Net(), callbacks=[Copies()]),
+    tensor_hooks=lambda bench: bench.fit(HalvesInPlace(optimizer=sgd), accumulate_grad_batches=2),
+    weights_read_in_forward_hooks=lambda bench: bench.fit(WatchesForward(optimizer=sgd)),
+    optimizer_state_cleared=lambda bench: bench.fit(ClearsMoments(), max_epochs=3),
+    optimizer_built_anew=lambda bench: bench.fit(NewOptimizer(), max_epochs=3),
     gradients_thrown_away=lambda bench: bench.fit(ClearsGradientsItself(optimizer=sgd), accumulate_grad_batches=2),
     weights_put_back=lambda bench: bench.fit(Net(), callbacks=[LoadsWeights()]),
 )

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset
 
-from contract.bench import Bench
 from contract.models import BATCH, Net, adam, sgd
-from contract.registry import scenario
+from contract.registry import fits
 from contract.traits import MANUAL
 
 ACTIONS = 2
@@ -109,9 +108,7 @@ class ValueLearner(Net):
         return DataLoader(Remembered(self.memory, 5 * BATCH), batch_size=BATCH)
 
 
-@scenario(single=EACH_PLAYS)
-def template_deep_q_learning(bench: Bench) -> None:
-    bench.fit(ValueLearner())
+fits(single=EACH_PLAYS, template_deep_q_learning=lambda bench: bench.fit(ValueLearner()))
 
 
 class Played(IterableDataset[Any]):
@@ -168,6 +165,4 @@ class PolicyLearner(Net):
         return DataLoader(Played(self), batch_size=BATCH)
 
 
-@scenario(MANUAL, single=EACH_PLAYS)
-def template_policy_optimization(bench: Bench) -> None:
-    bench.fit(PolicyLearner(), val=None)
+fits(MANUAL, single=EACH_PLAYS, template_policy_optimization=lambda bench: bench.fit(PolicyLearner()))

@@ -38,6 +38,7 @@ SCHEDULES = {
     "cosine_by_step": _by("step", partial(lr_scheduler.CosineAnnealingLR, T_max=10)),
     "lambda_by_step": _by("step", partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step))),
     "warm_then_decay": _by("step", _warm_then_decay),
+    "one_cycle_momentum": _by("step", _one_cycle),
 }
 
 
@@ -49,32 +50,11 @@ for _name, _schedule in SCHEDULES.items():
     add(f"schedule_{_name}", partial(_fit_with, _schedule))
 
 
-fits(
-    schedule_one_cycle_momentum=lambda bench: bench.fit(Net(optimizer=sgd, schedule=_by("step", _one_cycle))),
-    schedule_one_cycle_betas=lambda bench: bench.fit(Net(schedule=_by("step", _one_cycle))),
-)
-
-
-@scenario()
-def schedule_moves_a_tensor_lr(bench: Bench) -> None:
-    """Schedulers fill a tensor learning rate in place: remembering the object is not remembering the number."""
-    optimizer = partial(torch.optim.SGD, lr=torch.tensor(0.05), foreach=False)
-    bench.fit(Net(optimizer=optimizer, schedule=_by("step", _halve)))
-
-
 @scenario()
 def schedule_plateau(bench: Bench) -> None:
     plateau = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0, threshold=10.0, threshold_mode="abs")
     module = Net(optimizer=sgd, schedule=_by("epoch", plateau, monitor="val_loss"))
     bench.fit(module, val=bench.loader(batches=2), max_epochs=3)
-
-
-fits(
-    schedule_with_accumulation=lambda bench: bench.fit(Net(schedule=_by("step", _halve)), accumulate_grad_batches=2),
-    schedule_monitored=lambda bench: bench.fit(
-        Net(schedule=_by("step", _one_cycle)), callbacks=[LearningRateMonitor("step", log_momentum=True)]
-    ),
-)
 
 
 class OwnSchedulerStep(Net):
@@ -83,21 +63,11 @@ class OwnSchedulerStep(Net):
             scheduler.step()
 
 
-@scenario()
-def schedule_own_step_hook(bench: Bench) -> None:
-    bench.fit(OwnSchedulerStep(schedule=_by("step", _halve)))
-
-
 class RateInTrainingStep(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] = 0.01 * (batch_idx + 1)
         return super().training_step(batch, batch_idx)
-
-
-@scenario()
-def lr_set_in_training_step(bench: Bench) -> None:
-    bench.fit(RateInTrainingStep())
 
 
 class RateAfterBatch(Callback):
@@ -109,6 +79,17 @@ class RateAfterBatch(Callback):
             group["momentum"] = 0.5
 
 
-@scenario()
-def lr_set_after_batch(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd), callbacks=[RateAfterBatch()])
+fits(
+    schedule_one_cycle_betas=lambda bench: bench.fit(Net(schedule=_by("step", _one_cycle))),
+    # Schedulers fill a tensor learning rate in place: remembering the object is not remembering the number.
+    schedule_moves_a_tensor_lr=lambda bench: bench.fit(
+        Net(optimizer=partial(torch.optim.SGD, lr=torch.tensor(0.05), foreach=False), schedule=_by("step", _halve))
+    ),
+    schedule_with_accumulation=lambda bench: bench.fit(Net(schedule=_by("step", _halve)), accumulate_grad_batches=2),
+    schedule_monitored=lambda bench: bench.fit(
+        Net(schedule=_by("step", _one_cycle)), callbacks=[LearningRateMonitor("step", log_momentum=True)]
+    ),
+    schedule_own_step_hook=lambda bench: bench.fit(OwnSchedulerStep(schedule=_by("step", _halve))),
+    lr_set_in_training_step=lambda bench: bench.fit(RateInTrainingStep()),
+    lr_set_after_batch=lambda bench: bench.fit(Net(optimizer=sgd), callbacks=[RateAfterBatch()]),
+)

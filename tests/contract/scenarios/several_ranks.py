@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contract.bench import Bench
 from contract.models import FEATURES, Net, mlp, sgd
-from contract.registry import fits, scenario
+from contract.registry import fits
 from contract.scenarios.parameters import Normalised
 from contract.traits import UNUSED
 
@@ -45,26 +44,25 @@ fits(
 )
 
 
-@scenario(several=True, gradient_as_bucket_view=True)
-def ddp_gradients_are_bucket_views(bench: Bench) -> None:
-    bench.fit(Net(_deep()), accumulate_grad_batches=2)
+fits(
+    several=True,
+    ddp={"gradient_as_bucket_view": True},
+    ddp_gradients_are_bucket_views=lambda bench: bench.fit(Net(_deep()), accumulate_grad_batches=2),
+)
 
+fits(several=True, ddp={"static_graph": True}, ddp_static_graph=lambda bench: bench.fit(Net(_deep())))
 
-@scenario(several=True, static_graph=True)
-def ddp_static_graph(bench: Bench) -> None:
-    bench.fit(Net(_deep()))
+fits(
+    UNUSED,
+    several=True,
+    ddp={"find_unused_parameters": True},
+    ddp_ranks_use_different_layers=lambda bench: bench.fit(Net(DependsOnRank())),
+)
 
+fits(
+    several=True,
+    ddp={"broadcast_buffers": False},
+    ddp_own_buffers_on_each_rank=lambda bench: bench.fit(Net(Normalised())),
+)
 
-@scenario(UNUSED, several=True, find_unused_parameters=True)
-def ddp_ranks_use_different_layers(bench: Bench) -> None:
-    bench.fit(Net(DependsOnRank()))
-
-
-@scenario(several=True, broadcast_buffers=False)
-def ddp_own_buffers_on_each_rank(bench: Bench) -> None:
-    bench.fit(Net(Normalised()))
-
-
-@scenario(several=True)
-def ddp_collectives_in_hooks(bench: Bench) -> None:
-    bench.fit(LogsAcrossRanks())
+fits(several=True, ddp_collectives_in_hooks=lambda bench: bench.fit(LogsAcrossRanks()))

@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from contract.bench import Bench
 from contract.models import BATCH, FEATURES, Net, adam, sgd
-from contract.registry import scenario
+from contract.registry import fits, scenario
 from contract.traits import MANUAL, UNUSED
 
 CLASSES = 3
@@ -46,9 +46,7 @@ class Autoencoder(Net):
         return mse_loss(self.decoder(self(inputs)), inputs)
 
 
-@scenario()
-def template_autoencoder(bench: Bench) -> None:
-    bench.fit(Autoencoder(), val=bench.loader(batches=2))
+fits(template_autoencoder=lambda bench: bench.fit(Autoencoder(), val=bench.loader(batches=2)))
 
 
 class Classifier(Net):
@@ -126,7 +124,7 @@ def template_transformer(bench: Bench) -> None:
 
 
 class Generative(Net):
-    """A generator and a discriminator with noise drawn in each step, optimized by hand in turn."""
+    """A generator of noise drawn in each step, and a discriminator: each has an optimizer and a scheduler, in turn."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(0.2), nn.Linear(8, FEATURES), nn.Tanh()))
@@ -154,11 +152,14 @@ class Generative(Net):
         for_discriminator.step()
         for_discriminator.zero_grad()
         self.untoggle_optimizer(for_discriminator)
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
         self.trace.append([fooled.detach(), caught.detach()])
         self.log_dict({"fooled": fooled, "caught": caught}, prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        return [adam(self.net.parameters()), adam(self.discriminator.parameters())], []
+        optimizers = [adam(self.net.parameters()), sgd(self.discriminator.parameters())]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
 
 
 @scenario(MANUAL, UNUSED, find_unused_parameters=True)

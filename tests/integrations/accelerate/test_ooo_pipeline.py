@@ -1,7 +1,5 @@
 """A pipeline in an Accelerate loop, against one device."""
 
-import shutil
-import tempfile
 import warnings
 from typing import Any
 
@@ -28,7 +26,7 @@ from support.accelerate_pipeline import (
     optimizer_of,
     schedule_of,
 )
-from support.ranks import RANKS, on_ranks
+from support.ranks import RANKS, SHARED, on_ranks
 
 
 class Plain:
@@ -87,9 +85,8 @@ def test_a_loop_over_ranks_is_that_of_one_device() -> None:
     if count == 1:
         optimizer, scheduler = accelerator.prepare(plain_optimizer, schedule_of(plain_optimizer))
     else:
-        optimizer, scheduler = accelerator.prepare(plain_optimizer), None
-        unprepared = schedule_of(plain_optimizer)
-        scheduler = _When(accelerator, unprepared)
+        optimizer = accelerator.prepare(plain_optimizer)
+        scheduler = _When(accelerator, schedule_of(plain_optimizer))
     pipeline = OutOfOrderPipeline(
         accelerator, model, optimizer, data_parallel_size=count, microbatches=4, schedule="ooo2"
     )
@@ -145,14 +142,12 @@ def test_two_models_of_one_accelerator() -> None:
         OutOfOrderPipeline(accelerator, model, optimizer, microbatches=4)
         for model, optimizer in zip(models, optimizers, strict=True)
     ]
-    folder = [tempfile.mkdtemp() if accelerator.process_index == 0 else None]
-    dist.broadcast_object_list(folder, 0)
-    assert folder[0] is not None
+    folder = str(SHARED / "two models")
     ours = [optimizer_of(model) for model in plain]
     batches = list(DataLoader(data(), BATCH))
     for index, batch in enumerate(batches[:4]):
         if index == 2:
-            accelerator.save_state(folder[0])
+            accelerator.save_state(folder)
             pipelines[0].restore()
             for parameter, other in zip(models[0].parameters(), plain[0].parameters(), strict=True):
                 close(parameter, other)
@@ -175,7 +170,7 @@ def test_two_models_of_one_accelerator() -> None:
     pipelines[1].restore()
     assert not {"save_state", "load_state", "clip_grad_norm_", "get_state_dict"} & vars(accelerator).keys()
     accelerator.clip_grad_norm_(models[0].parameters(), 0.5)
-    accelerator.load_state(folder[0])
+    accelerator.load_state(folder)
     reference = net(1)
     optimizer = optimizer_of(reference)
     for batch in batches[:2]:
@@ -184,9 +179,6 @@ def test_two_models_of_one_accelerator() -> None:
         optimizer.step()
         optimizer.zero_grad()
     close(dict(models[0].state_dict()), dict(reference.state_dict()))
-    accelerator.wait_for_everyone()
-    if accelerator.process_index == 0:
-        shutil.rmtree(folder[0])
 
 
 def _resumed(accelerator: Accelerator, told: list[Any]) -> None:

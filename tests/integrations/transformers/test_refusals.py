@@ -64,10 +64,27 @@ def test_clipping_of_a_trainers_own(tmp_path: Path) -> None:
     assert "clip_grad_norm_" not in vars(one.accelerator)
 
 
-def test_backward_fusion_and_a_batch_size_that_is_looked_for(tmp_path: Path) -> None:
-    one = trainer(tmp_path, max_grad_norm=0, auto_find_batch_size=True)
-    with pytest.raises(ValueError, match=r"auto_find_batch_size.*mode='forward'"):
-        FusedOptimizer(one, "backward")
+REFUSED: list[tuple[dict[str, Any], Any, str]] = [
+    (
+        {"max_grad_norm": 0, "auto_find_batch_size": True},
+        lambda one: FusedOptimizer(one, "backward"),
+        r"auto_find_batch_size.*mode='forward'",
+    ),
+    ({}, lambda one: FusedOptimizer(one, "forward", clip_value=1.0), r"clip_value=1\.0 is for mode='backward'"),
+    ({}, lambda one: FusedOptimizer(one, "both"), "unknown fusion mode 'both'"),
+    ({}, lambda one: MemoryBudget(one, "8 bananas"), "'8 bananas'"),
+    ({}, lambda one: MemoryBudget(one, "1GiB", batchnorm="gost"), "batchnorm='gost'"),
+    ({}, OutOfOrderPipeline, r"a part of the model.*integrations\.accelerate\.OutOfOrderPipeline.*ooo_pip"),
+]
+
+
+@pytest.mark.parametrize(("options", "give", "why"), REFUSED)
+def test_what_cannot_be_is_refused_at_once(options: dict[str, Any], give: Any, why: str, tmp_path: Path) -> None:
+    one = trainer(tmp_path, **options)
+    with pytest.raises(ValueError, match=why):
+        give(one)
+    with pytest.raises(TypeError, match="trainer"):
+        FusedOptimizer(one.model)
     assert_untouched(one)
 
 
@@ -79,11 +96,6 @@ def test_backward_fusion_and_fp16(tmp_path: Path) -> None:
         one.train()
     assert one.state.global_step == 0
     assert one.optimizer.optimizer.__dict__.get("_retime_mechanisms", []) == []
-
-
-def test_clip_value_in_forward_mode(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"clip_value=1\.0 is for mode='backward'"):
-        FusedOptimizer(trainer(tmp_path), "forward", clip_value=1.0)
 
 
 def test_an_optimizer_that_nobody_has_declared(tmp_path: Path) -> None:
@@ -130,11 +142,6 @@ def test_engines_that_own_the_step(give: Any, tmp_path: Path, monkeypatch: pytes
     assert_untouched(one)
 
 
-def test_a_pipeline(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a part of the model.*integrations\.accelerate\.OutOfOrderPipeline.*ooo_pip"):
-        OutOfOrderPipeline(trainer(tmp_path))
-
-
 def test_two_that_do_not_go_together(tmp_path: Path) -> None:
     one = trainer(tmp_path, max_grad_norm=0)
     FusedOptimizer(one, "forward")
@@ -169,19 +176,6 @@ def test_a_loss_that_dry_runs_would_call(tmp_path: Path, monkeypatch: pytest.Mon
         MemoryBudget(one, "1GiB")
     assert_untouched(one)
     MemoryBudget(one, "1GiB", dry_run="auto")
-
-
-def test_what_cannot_be_read(tmp_path: Path) -> None:
-    one = trainer(tmp_path)
-    with pytest.raises(ValueError, match="'8 bananas'"):
-        MemoryBudget(one, "8 bananas")
-    with pytest.raises(ValueError, match="batchnorm='gost'"):
-        MemoryBudget(one, "1GiB", batchnorm="gost")
-    with pytest.raises(ValueError, match="unknown fusion mode 'both'"):
-        FusedOptimizer(one, "both")
-    with pytest.raises(TypeError, match="trainer"):
-        FusedOptimizer(one.model)
-    assert_untouched(one)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,7 @@ def test_two_processes_in_turns(tmp_path: Path) -> None:
     assert point.values("net: fused_optimizer", STEP)[0] > 0
     assert point.values("net: plain", PEAK)[0] > 0
     assert "backward fusion: " in fused["report"]
-    Demo().draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    assert_draws(Demo(), result, tmp_path, 10_000)
     assert shown(result)[-1].startswith("    trainer = Trainer(")
 
 
@@ -205,8 +204,7 @@ def test_what_is_shown_fits_80_columns_and_ends_with_the_line_to_paste(tmp_path:
     assert demo.claim(result.points[0]) == (
         "1 of 2 methods train faster than plain torch, 2 in less memory; weights: 1 identical, 1 within tolerance"
     )
-    Demo().draw(result, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    assert_draws(Demo(), result, tmp_path, 10_000)
 
 
 def test_different_weights_are_a_bug() -> None:

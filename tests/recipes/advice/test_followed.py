@@ -10,7 +10,7 @@ from retime.recipes.advice import followed
 from retime.recipes.advice.followed import ADVISED, DDP, ON_RANKS, PLAIN, STEP, Followed
 from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core.results import Point, Result, Row
-from support.recipes import assert_draws, fork_workers, settings_for
+from support.recipes import fork_workers, ran, settings_for
 from support.time_limits import limit_s
 
 
@@ -35,10 +35,9 @@ def test_training_as_advised(settings: AdviceSettings, tmp_path: Path, monkeypat
     monkeypatch.setattr(followed, "_WARM_STEPS", 2)
     fork_workers(monkeypatch, followed)
     recipe = Followed()
-    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    result = ran(recipe, settings, tmp_path)
     (point,) = result.points
     assert point.variants(STEP) == [PLAIN, ADVISED]
-    assert_draws(recipe, result, tmp_path)
 
 
 @pytest.mark.long

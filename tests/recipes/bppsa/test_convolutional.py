@@ -37,7 +37,7 @@ from retime.recipes.core.build import build
 from retime.recipes.core.results import Result, load
 from retime.recipes.data import digits
 from retime.recipes.models import lenet5
-from support.recipes import settings_for
+from support.recipes import assert_draws, settings_for
 
 Command = Callable[..., Path]
 
@@ -206,8 +206,7 @@ def test_stored_places_are_those_that_can_be_non_zero(tmp_path: Path) -> None:
     stored, seen = ([point.values(name, matrices.PLACES)[0] for point in result.points] for name in names)
     assert stored == [3 * 2 * 10**2, 32, 32]
     assert (seen[0], seen[1] <= 8) == (stored[0], True)  # of a pooling one input a window
-    matrices.Patterns().draw(result, tmp_path / "result.png")
-    assert (tmp_path / "result.png").stat().st_size > 1000
+    assert_draws(matrices.Patterns(), result, tmp_path)
     said = " ".join(matrices.Patterns().notes(result))
     assert "convolution: 48 x 32, 60.9 % guaranteed zeros; 0 places differ over 65 inputs" in said
 

@@ -20,7 +20,7 @@ from retime.recipes.bppsa.scan_workers import (
     steps_on,
 )
 from retime.schedules.pipeline import StageCosts, block, gpipe, simulate_pipeline
-from support.recipes import assert_draws, settings_for
+from support.recipes import ran, settings_for
 
 
 @pytest.mark.parametrize("n", [3, 7, 63, 1023])
@@ -55,7 +55,7 @@ def test_a_pipeline_stores_an_activation_a_micro_batch() -> None:
 def test_the_recipe(tmp_path: Path) -> None:
     settings = settings_for("experiment=bppsa_workers", "matrices=[7,15]", "workers=[1,8,16]")
     recipe = ScanWorkers()
-    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    result = ran(recipe, settings, tmp_path)
     assert [tuple(point.at.values()) for point in result.points] == [(7, 1), (7, 8), (15, 1), (15, 8), (15, 16)]
     one, *_, many = result.points
     assert one.values(SCAN, WORK) == one.values(SCAN, STEPS) == [11]
@@ -66,4 +66,3 @@ def test_the_recipe(tmp_path: Path) -> None:
     console = Console(record=True, width=160)
     recipe.show(result, console)
     assert "products over n: 1.57 to 1.73, of 5 points" in console.export_text()
-    assert_draws(recipe, result, tmp_path)

@@ -6,7 +6,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from rich.console import Console
 
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import Hardware
@@ -14,7 +13,7 @@ from retime.recipes.cpuacc import memory
 from retime.recipes.cpuacc.memory import GROWN, STATE, STEP, ZERO, Memory, Updates, image_mib, more_images
 from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import claim, target
-from support.recipes import assert_draws, settings_for
+from support.recipes import ran, settings_for
 
 SMALL = (*("experiment=cpuacc_memory", "rounds=1", "steps=2", "batch_sizes=[1,2]", "cases.VGG-16.model.width=0.03125"),)
 
@@ -26,11 +25,10 @@ def test_it_measures_both_batch_sizes(tmp_path: Path) -> None:
     few = ("ddp, 25 MiB", "cpu_accumulate_ddp, 25 MiB")
     settings = replace(settings, variants={label: settings.variants[label] for label in few})
     recipe = Memory()
-    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    result = ran(recipe, settings, tmp_path)
     assert [point.at["images"] for point in result.points] == [1, 2]
     assert all(point.values(label, GROWN)[0] > 0 for point in result.points for label in few)
     assert [line.against for line in recipe.compare(result)] == [claim("images")]
-    assert_draws(recipe, result, tmp_path)
 
 
 def test_what_is_saved_is_given_to_images() -> None:
@@ -49,7 +47,7 @@ def test_a_rank_holds_its_share_of_the_state(tmp_path: Path) -> None:
     small = ("rounds=1", "steps=2", "rank_counts=[2]", "cases.VGG-16.model.width=0.125")
     settings = settings_for("experiment=cpuacc_update", *small)
     recipe = Updates()
-    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    result = ran(recipe, settings, tmp_path)
     (point,) = result.points
     assert point.facts["the same final weights"] == list(settings.variants)
     held = {label: point.values(label, STATE)[0] for label in settings.variants}
@@ -61,7 +59,6 @@ def test_a_rank_holds_its_share_of_the_state(tmp_path: Path) -> None:
     wanted = ("share", "memory", "speed", "zero-memory", "zero-speed")
     assert [line.against for line in recipe.compare(result)] == [target(name) for name in wanted]
     assert f"the same final weights: ddp, {ZERO}, cpu_accumulate_ddp, update_on_host" in recipe.notes(result)[1]
-    assert_draws(recipe, result, tmp_path)
 
 
 def test_starts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

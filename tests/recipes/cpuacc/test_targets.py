@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from retime.recipes.core.build import build_model
 from retime.recipes.core.schema import Hardware
@@ -22,7 +21,7 @@ from retime.recipes.cpuacc.naive import NAIVE, RANK_ORDERED
 from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import STEP, SUM, WAITS, Targets, target
 from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES
-from support.recipes import assert_draws, settings_for
+from support.recipes import ran, settings_for
 from support.simulated_cuda import ORDERS, simulated_cuda
 
 SMALL = (
@@ -38,7 +37,7 @@ def test_it_measures_and_reports(tmp_path: Path) -> None:
     few = ("ddp, 25 MiB", "cpu_accumulate_ddp, 25 MiB", "ooo_ddp on host")
     settings = replace(settings, variants={label: settings.variants[label] for label in few})
     recipe = Targets()
-    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    result = ran(recipe, settings, tmp_path)
     sums, fit = result.points
     assert sums.variants(SUM) == [HOST, GLOO, GLOO + PIECES, COPY]
     assert sums.facts["same bits"] is True
@@ -48,7 +47,6 @@ def test_it_measures_and_reports(tmp_path: Path) -> None:
     wanted = [line.against for line in recipe.compare(result)[:5]]
     assert wanted == [target(name) for name in ("over-gloo", "of-copy", "same", "in-fit", "out-of-order")]
     assert any("exposed communication" in note for note in recipe.notes(result))
-    assert_draws(recipe, result, tmp_path)
 
 
 CPU: dict[str, Any] = {"hardware": {"device": "cpu"}, "backend": "gloo", "seed": 0, "batch_size": 2}

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Result
 from retime.recipes.fusion.orders import (
@@ -21,16 +19,13 @@ from retime.recipes.fusion.orders import (
     traffic,
 )
 from retime.schedules import backward_fusion, baseline, forward_fusion
-from support.recipes import assert_draws, settings_for
+from support.recipes import ran, settings_for
 
 MLP = "{_target_: retime.recipes.models.mlp, depth: 4, width: 10}"
 
 
 def run(recipe: Recipe[Any], folder: Path, *overrides: str) -> Result:
-    settings = settings_for(*overrides)
-    result = recipe.run(settings, folder, Console(quiet=True))
-    assert_draws(recipe, result, folder)
-    return result
+    return ran(recipe, settings_for(*overrides), folder)
 
 
 def test_depths_are_the_papers(tmp_path: Path) -> None:

@@ -1,23 +1,30 @@
 """The out-of-order recipes that measure on ranks: variants, layer times, reports, and real runs at tiny sizes."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hydra.errors import ConfigCompositionException
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.futures import Future
 
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Point, Result, Row, best_of, percent_more, ratio
 from retime.recipes.core.schema import Hardware
 from retime.recipes.emulated import ClusterUnavailable
+from retime.recipes.ooo import variants as ooo_variants
 from retime.recipes.ooo.cluster import PEAK, Convergence, Memory, bound_fraction, bound_ms, identical
 from retime.recipes.ooo.reverse_first_k import Hosts, Sweep, Targets, best_fixed, concavity_breaks, within_best
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
-from retime.recipes.ooo.variants import label, variant
+from retime.recipes.ooo.variants import PriorityReducer, label, variant
 from retime.recipes.report import markdown
-from support.recipes import settings_for
+from support.recipes import assert_draws, settings_for
 from support.time_limits import limit_s
 
 WIDTH = 8
@@ -181,8 +188,7 @@ def test_reports_are_made_from_the_json_alone(name: str, tmp_path: Path) -> None
     recipe, result = results()[name]
     text = markdown(result, recipe)
     assert "## Paper and this machine" in text
-    recipe.draw(result, tmp_path / "result.png")
-    assert (tmp_path / "result.png").stat().st_size > 10_000
+    assert_draws(recipe, result, tmp_path, 10_000)
 
 
 def test_memory_overhead_is_in_percent() -> None:
@@ -237,3 +243,41 @@ def test_variants_are_timed_on_ranks_with_both_bounds() -> None:
     assert found.facts["cluster"]["gloo_bits"] > 0
     assert "links carry" in heard[0]
     assert names <= set(heard)
+
+
+@pytest.mark.parametrize("credit", [1, 2, 3])
+def test_the_most_urgent_partition_leaves_as_soon_as_another_has_arrived(monkeypatch, credit: int) -> None:
+    sent: list[tuple[Tensor, Future]] = []
+    left = threading.Semaphore(0)
+
+    def all_reduce(part: Tensor, group: None, async_op: bool) -> SimpleNamespace:
+        sent.append((part, Future()))
+        left.release()
+        return SimpleNamespace(get_future=lambda work=sent[-1][1]: work)
+
+    monkeypatch.setattr(ooo_variants, "own_group", lambda: None)
+    monkeypatch.setattr(ooo_variants, "close_group", lambda group: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast", lambda choice, root, group: None)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    reducer = PriorityReducer(credit, partition_bytes=8)
+    done = [reducer.start(0, torch.tensor([0.0, 0.0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3]))]
+    assert all(left.acquire(timeout=30) for _ in range(credit)), "what is there leaves, up to the credit"
+    done += [reducer.start(number, torch.tensor([0.0, 0.0, 0.5]) + number) for number in (1, 2)]
+    for number in range(8):
+        assert not left.acquire(blocking=False), "no more than the credit is on its way"
+        part, work = sent[number]
+        part.add_(1)
+        work.set_result([part])
+        assert number >= 8 - credit or left.acquire(timeout=30)
+    assert done[0].wait().tolist() == pytest.approx([1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.3, 1.3])
+    assert [one.wait().tolist() for one in done[1:]] == [[2.0, 2.0, 2.5], [3.0, 3.0, 3.5]]
+    order = [0.0, 0.1, 0.2, 0.3]
+    order[credit:credit] = [2.0, 2.5, 1.0, 1.5]
+    assert [part[0].item() - 1 for part, _ in sent] == pytest.approx(order, abs=1e-6)
+    failed = reducer.start(0, torch.zeros(2))
+    assert left.acquire(timeout=30)
+    sent[-1][1].set_exception(RuntimeError("another rank is gone"))
+    with pytest.raises(RuntimeError, match="another rank is gone"):
+        failed.wait()
+    reducer.close()

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from retime.recipes.core.claims import Claim, Target, paper
 from retime.recipes.core.results import Point, Result, Row
@@ -19,7 +18,7 @@ from retime.recipes.ooo.pipeline import (
     simulated_ms,
 )
 from retime.recipes.ooo.settings import PipelineSettings, of_case
-from support.recipes import assert_draws, settings_for
+from support.recipes import ran, settings_for
 
 ONE_CASE = ["~cases.eight_ranks", "~cases.eight_ranks_far"]
 SMALL = [*ONE_CASE, "rounds=1", "warmup_rounds=0", "steps=1", "ranks=2", "layers=4", "micro_batches=2", "unit_ms=2"]
@@ -33,7 +32,7 @@ def settings_with(*overrides: str, experiment: str = "ooo_pipeline_targets") -> 
 def test_every_schedule_runs_with_weight_gradients_that_wait(tmp_path: Path) -> None:
     schedules = "ooo2,ooo2@2,ooo2_flush,ooo1,gpipe,1f1b,zbv,interleaved,interleaved_zero_bubble"
     settings, recipe = settings_with(*SMALL, f"schedules=[{schedules}]"), PipelineTargets()
-    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    result = ran(recipe, settings, tmp_path)
     (point,) = result.points
     assert point.variants(STEP) == list(settings.schedules)
     assert point.facts["stages"] == {
@@ -45,7 +44,6 @@ def test_every_schedule_runs_with_weight_gradients_that_wait(tmp_path: Path) -> 
     for schedule in ("ooo2", "ooo2_flush", "ooo1", "zbv", "interleaved_zero_bubble"):
         for kind in "FOW":  # W sleeps apart from O; tasks may be late, but never too short
             assert point.facts["task ms"][schedule][kind] >= settings.unit_ms
-    assert_draws(recipe, result, tmp_path)
 
 
 def test_the_simulation_is_that_of_the_paper() -> None:
@@ -127,14 +125,13 @@ def test_all_of_them_train_the_same_step(network: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     few = ["schedules=[ooo2,gpipe]", "peers=[GPipe,InterleavedZeroBubble 2,ZBVZeroBubble]"]
     settings, recipe = settings_with(*small(network), *few, experiment="ooo_pipeline_compute"), RealLayers()
-    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    result = ran(recipe, settings, tmp_path)
     (point,) = result.points
     assert point.variants(STEP) == [
         *("ooo2", "gpipe", "torch GPipe", "torch InterleavedZeroBubble 2", "torch ZBVZeroBubble", "one device")
     ]
     assert set(point.facts["apart"]) == set(point.variants(STEP)) - {"one device"}
     assert max(point.facts["apart"].values()) < 1e-4
-    assert_draws(recipe, result, tmp_path)
 
 
 def test_the_peer_is_the_fastest_of_torchs_own() -> None:
@@ -155,7 +152,7 @@ def test_fast_forwarding_holds_output_gradients_longer(tmp_path: Path) -> None:
     layers = "cases.BERT-24.model.model.config.num_hidden_layers=4"
     small = ["rounds=1", "ranks=2", "schedules=[gpipe,ooo1_flush,1f1b]", layers]
     settings, recipe = settings_with(*small, experiment="ooo_pipeline_memory"), PipelineMemory()
-    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    result = ran(recipe, settings, tmp_path)
     (point,) = result.points
     by_rank = point.facts["MiB by rank"]
     assert by_rank["1f1b"][1] < 0.8 * by_rank["gpipe"][1]  # has fewer micro-batches' activations at once there
@@ -163,4 +160,3 @@ def test_fast_forwarding_holds_output_gradients_longer(tmp_path: Path) -> None:
     assert point.values("gpipe", PEAK) == [max(by_rank["gpipe"])]
     (line,) = recipe.compare(result)
     assert line.against == claim("forwarding-memory")
-    assert_draws(recipe, result, tmp_path)

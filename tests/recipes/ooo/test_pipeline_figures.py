@@ -32,7 +32,7 @@ from retime.recipes.ooo.pipeline_scaling import FORWARDED as OOO_PIPE2
 from retime.recipes.ooo.pipeline_scaling import PLAIN as PLAIN_GPIPE
 from retime.recipes.ooo.recurrent_pipeline import GPIPE_STATE_FIRST, STATE_FIRST, Cells, RecurrentPipeline
 from retime.recipes.ooo.timelines import AT_ONCE, DEALT, FORWARDED, PLAIN, PipelineTimelines
-from support.recipes import assert_draws, settings_for
+from support.recipes import ran, settings_for
 
 
 def settings_with(experiment: str, *overrides: str) -> Any:
@@ -41,8 +41,7 @@ def settings_with(experiment: str, *overrides: str) -> Any:
 
 def timelines(experiment: str, folder: Path, *overrides: str) -> Result:
     recipe = PipelineTimelines()
-    result = recipe.run(settings_with(experiment, *overrides), folder, Console(quiet=True))
-    assert_draws(recipe, result, folder)
+    result = ran(recipe, settings_with(experiment, *overrides), folder)
     assert (folder / "trace.json").stat().st_size > 1000
     assert result.simulated
     return result
@@ -77,7 +76,7 @@ def test_cases_of_the_scaling_figures(tmp_path: Path) -> None:
     few = ["schedules=[gpipe,zbv,ooo2_flush,ooo2,ooo2_flush at each layer]"]
     recipe = PipelineScaling()
     settings = settings_with("ooo_fig11", *few, "~cases.FFNN")
-    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    result = ran(recipe, settings, tmp_path)
     assert result.simulated
     near, _, far = result.points
     for point in result.points:
@@ -87,7 +86,6 @@ def test_cases_of_the_scaling_figures(tmp_path: Path) -> None:
     assert far.values("ooo2_flush", STEP)[0] < far.values("ooo2_flush at each layer", STEP)[0]  # section 8.4.1
     claimed = recipe.compare(result)
     assert len(claimed) == 5
-    assert_draws(recipe, result, tmp_path)
 
 
 def test_messages_between_nodes_take_longer() -> None:
@@ -136,12 +134,11 @@ def test_the_gain_falls_with_the_number_of_micro_batches(tmp_path: Path) -> None
     settings = settings_with("ooo_fig13_micro_batches", "schedules=[gpipe,ooo2_flush]", "micro_batch_counts=[1,4,16]")
     settings.cases = {"BERT-12, 8": settings.cases["BERT-12, 8"]}
     recipe = PipelineScaling()
-    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    result = ran(recipe, settings, tmp_path)
     assert [point.at["micro_batches"] for point in result.points] == [1, 4, 16]
     gains = [point.values(GPIPE, STEP)[0] / point.values(PAPERS2, STEP)[0] for point in result.points]
     assert gains == sorted(gains, reverse=True)
     assert recipe.compare(result) == []
-    assert_draws(recipe, result, tmp_path)
 
 
 def test_a_simulated_picture_names_schedules_and_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +176,7 @@ def test_a_recurrent_network_by_hand() -> None:
 
 def test_micro_batches_of_a_recurrent_network_cost_what_is_fixed(tmp_path: Path) -> None:
     recipe = RecurrentPipeline()
-    result = recipe.run(settings_with("ooo_fig11_rnn"), tmp_path, Console(quiet=True))
+    result = ran(recipe, settings_with("ooo_fig11_rnn"), tmp_path)
     plain, *_, fixed = result.points
     assert plain.values(GPIPE, STEP)[0] < plain.values(MODEL_PARALLEL, STEP)[0] < fixed.values(GPIPE, STEP)[0]
     state_first, fixed_too = (point.values(GPIPE_STATE_FIRST, STEP)[0] for point in (plain, fixed))
@@ -187,18 +184,16 @@ def test_micro_batches_of_a_recurrent_network_cost_what_is_fixed(tmp_path: Path)
     assert plain.values(PAPERS2, STEP)[0] < plain.values(STATE_FIRST, STEP)[0] < plain.values(MODEL_PARALLEL, STEP)[0]
     assert plain.values(PAPERS2, STEP) == fixed.values(PAPERS2, STEP)  # the batch is whole
     assert [line.note.split(":")[0] for line in recipe.compare(result)] == ["RNN", "RNN"]
-    assert_draws(recipe, result, tmp_path)
 
 
 def test_reverse_first_k_inside_a_pipeline(tmp_path: Path) -> None:
     small = "{layers: 8, ranks: 2, micro_batches: 2, ratio: 0.0, synchronisation: 3.0}"
     recipe, settings = Hybrids(), settings_with("ooo_hybrid", "~cases", f"+cases={{small: {small}}}")
-    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    result = ran(recipe, settings, tmp_path)
     (point,) = result.points
     assert len(point.facts["GPipe: units by k"]) == 9
     assert point.values(BOTH, STEP)[0] < point.values(OOO_PIPE2, STEP)[0] < point.values(PLAIN_GPIPE, STEP)[0]
     assert point.values(BOTH, STEP)[0] < point.values(FIRST_K, STEP)[0]
-    assert_draws(recipe, result, tmp_path)
 
 
 def test_without_synchronisation_a_steady_step_is_its_makespan() -> None:

@@ -34,7 +34,7 @@ from retime.recipes.ooo.single_device import (
     fastest,
     gains,
 )
-from support.recipes import assert_draws, fork_workers, settings_for
+from support.recipes import assert_draws, fork_workers, ran, settings_for
 from support.simulated_cuda import simulated_cuda
 
 SMALL = ["processes=1", "rounds=2", "steps=1", "allocators=[glibc,tcmalloc]"]
@@ -115,14 +115,13 @@ def test_compiled_steps_are_measured_beside(
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes half a minute: here it does nothing
     torch.set_num_threads(1)
     recipe = SingleDevice()
-    result = recipe.run(replace(settings, compiled=True), tmp_path, Console(quiet=True))
+    result = ran(recipe, replace(settings, compiled=True), tmp_path)
     (point,) = result.points
     assert not [reason for name, reason in point.facts["missing"].items() if name.startswith(COMPILED)]
     assert fastest(point, COMPILED) == "compiled, 1 thread, glibc"
     assert [*point.facts["first compiled step (s)"]] == ["compiled, 1 thread"]
     assert [line.against for line in recipe.compare(result)].count(claim("over-compiled")) == 1
     assert any("which compiles" in line for line in recipe.notes(result))
-    assert_draws(recipe, result, tmp_path)
 
 
 @pytest.mark.parametrize(

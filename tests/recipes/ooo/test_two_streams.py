@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from hydra.utils import get_class
-from rich.console import Console
 
 from retime.recipes.core.claims import Claim, judged
 from retime.recipes.core.results import Result
@@ -22,7 +21,7 @@ from retime.recipes.ooo.two_streams import (
     WAIT,
     CountedRecipe,
 )
-from support.recipes import settings_for
+from support import recipes
 
 WIDE, MIDDLE, NARROW = (f"DenseNet-121 (k={growth})" for growth in (32, 24, 12))
 SMALL = ("image_size=64", "batch_sizes=[2]")
@@ -35,12 +34,10 @@ def ran(tmp_path: Path) -> Callable[..., Ran]:
     """Run an experiment and draw it."""
 
     def run(experiment: str, *overrides: str) -> Ran:
-        settings = settings_for(f"experiment={experiment}", *overrides)
+        settings = recipes.settings_for(f"experiment={experiment}", *overrides)
         recipe = get_class(settings.recipe)()
-        result = recipe.run(settings, tmp_path, Console(quiet=True))
+        result = recipes.ran(recipe, settings, tmp_path, 10_000)
         assert result.simulated
-        recipe.draw(result, tmp_path / "picture.png")
-        assert (tmp_path / "picture.png").stat().st_size > 10_000
         return recipe, result
 
     return run

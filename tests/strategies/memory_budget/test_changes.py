@@ -10,14 +10,9 @@ from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.errors import ScheduleError
 from support import memory_budget as support
-from support.memory_budget import BATCH, FEATURES, OFFLOADS, SHALLOW, model_of, use_costs
+from support.memory_budget import BATCH, FEATURES, SHALLOW, model_of
 
-pytestmark = support.IGNORED
-
-
-@pytest.fixture(autouse=True)
-def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, OFFLOADS)
+pytestmark = [*support.IGNORED, pytest.mark.usefixtures("offloads")]
 
 
 def budgeted(model: nn.Module, **options: Any) -> BudgetedStep:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from contract.in_parts import SplitsEverything
 from contract.rows import _OffloadsEverything
+from contract.scenarios.compiled import Backend
 from retime.foundations.messages import DifferenceWarning
 from retime.mechanisms.memory_budget import BudgetedStep, HostNull
 from retime.strategies import MemoryBudgetStrategy
@@ -22,24 +23,6 @@ from support.trainers import quiet_trainer
 
 pytestmark = [*IGNORED, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]  # torch.compile reads it
 STEPS = 2
-
-
-class Backend:
-    """Counts what is compiled, and calls of compiled code."""
-
-    def __init__(self, compiler: Callable[[Any, Any], Any] | None = None) -> None:
-        self.compiled = self.calls = 0
-        self.compiler = compiler
-
-    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        self.compiled += 1
-        code = self.compiler(graph, inputs) if self.compiler else graph.forward
-
-        def run(*args: Any) -> Any:
-            self.calls += 1
-            return code(*args)
-
-        return run
 
 
 class Block(nn.Module):

@@ -22,6 +22,7 @@ from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.schedules.budget import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
+from support import memory_budget as support
 from support.memory_budget import (
     BATCH,
     CLASSES,
@@ -49,6 +50,7 @@ from support.memory_budget_ranks import (
 )
 from support.ranks import RANK
 
+pytestmark = support.IGNORED  # of what runs in this process
 TINY_ON_RANKS = 70_000  # below the floor of whole batches
 PLAIN: dict[str, Any] = {}  # fits under ddp, which several checks compare with
 
@@ -407,3 +409,30 @@ def test_timelines_count_buckets() -> None:
     done = fit(Net(), MemoryBudgetDDPStrategy(SMALL), callbacks=[timeline])
     (step,) = timeline.steps
     assert max(held for _, held in step.predicted) == report(done).shapes[0].choice.peak_bytes
+
+
+class EarlyOnly(support.ShallowNet):
+    """From the second batch on a layer is left out in all sub-batches but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Linear(FEATURES, CLASSES)
+        self.begins = True
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.begins = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        output = self.net(batch[0])
+        if batch_idx == 0 or self.begins:
+            output = output + self.early(batch[0])
+        self.begins = False
+        return nn.functional.cross_entropy(output, batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*no longer give the batch's gradient")
+def test_ddps_error_says_what_sub_batches_have_to_do_with_it(splits: None) -> None:
+    with pytest.raises(RuntimeError, match="parameters that were not used in producing the loss") as caught:
+        support.fit(EarlyOnly(), MemoryBudgetDDPStrategy(110_000, process_group_backend="gloo"), data=support.loader(4))
+    (note,) = caught.value.__notes__
+    assert "only earlier ones use count as unused; find_unused_parameters=True" in note
