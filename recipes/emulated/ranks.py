@@ -10,7 +10,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -128,22 +127,15 @@ def tell(text: str) -> None:
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Bandwidth:
+def measure_bandwidth(mib: int = 8, repeats: int = 3) -> dict[str, float | None]:
     """Bits per second of one link in one direction; None on a single host.
 
     `gloo_bits` counts what a ring all-reduce has to send, 2 (n-1)/n of the tensor, so it can be held against the rate.
+    Sends `mib` MiB `repeats` times each way, and takes the fastest: others use this machine's cores too.
     """
-
-    gloo_bits: float | None
-    tcp_bits: float | None
-
-
-def measure_bandwidth(mib: int = 8, repeats: int = 3) -> Bandwidth:
-    """Send `mib` MiB `repeats` times each way, and take the fastest: others use this machine's cores too."""
     if dist.get_world_size() == 1:
-        return Bandwidth(None, None)
-    return Bandwidth(_all_reduce_bits(mib, repeats), _tcp_bits(mib, repeats))
+        return {"gloo_bits": None, "tcp_bits": None}
+    return {"gloo_bits": _all_reduce_bits(mib, repeats), "tcp_bits": _tcp_bits(mib, repeats)}
 
 
 def sent_bytes(tensor_bytes: float, hosts: int) -> float:

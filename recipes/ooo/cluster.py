@@ -98,9 +98,10 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         Both are measured at a trial rate. What communication takes beyond its bytes at that rate is the processor's own
         work on them, which no rate changes, so the rate follows from the rest.
         """
-        answers = self.run_job(settings, network, tick, "calibrate", **more)
-        compute_ms, communication_ms = (min(answers[0]["step_ms"][name]) for name in (COMPUTE, COMMUNICATION))
-        sent = 8 * sent_bytes(answers[0]["gradient_bytes"], len(network.hosts))
+        bounds = {"variants": [], "timelines": [], "rounds": 2, "warmup_rounds": 0}
+        answer = self.run_job(settings, network, tick, "compare", **{**more, **bounds})[0]
+        compute_ms, communication_ms = (min(answer["step_ms"].get(name, [0.0])) for name in (COMPUTE, COMMUNICATION))
+        sent = 8 * sent_bytes(answer["gradient_bytes"], len(network.hosts))
         own_ms = max(0.0, communication_ms - sent / _BALANCING_BITS * 1e3)
         bits = sent / max(compute_ms - own_ms, 0.2 * compute_ms) * 1e3
         bits = float(min(max(bits, _LEAST_BITS), _MOST_BITS))
