@@ -57,35 +57,6 @@ class Parameters:
     interference: float = 0.2
 
 
-@dataclass(frozen=True)
-class CalibratedSimulator:
-    """The fitted parameters, and how far off each run is when all others are fitted.
-
-    Args:
-        parameters: fitted to all runs.
-        predicted_ms: of each run by name, from the others alone.
-        measured_ms: of each run by name.
-    """
-
-    parameters: Parameters
-    predicted_ms: dict[str, float]
-    measured_ms: dict[str, float]
-
-    @property
-    def errors(self) -> dict[str, float]:
-        """Predicted over measured, less 1."""
-        return {name: self.predicted_ms[name] / ms - 1 for name, ms in self.measured_ms.items()}
-
-    @property
-    def mean_error(self) -> float:
-        """Mean of the errors without their signs."""
-        return statistics.fmean(abs(error) for error in self.errors.values())
-
-    @property
-    def worst_error(self) -> float:
-        return max(self.errors.values(), key=abs)
-
-
 def read_runs(path: Path) -> list[MeasuredRun]:
     """The runs of a Figure 10 measured on ranks: every variant but the bounds, on every number of hosts above one.
 
@@ -100,8 +71,8 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     return [run for point in load(path).points for run in _runs(point)]
 
 
-def calibrate(runs: Sequence[MeasuredRun]) -> CalibratedSimulator:
-    """Fit the parameters to all runs, and once without each run.
+def calibrate(runs: Sequence[MeasuredRun]) -> tuple[Parameters, dict[str, float]]:
+    """Fit the parameters to all runs; by name, how far off the step of each run is where all others are fitted.
 
     Raises:
         ValueError: fewer runs than it takes to leave one out.
@@ -109,8 +80,11 @@ def calibrate(runs: Sequence[MeasuredRun]) -> CalibratedSimulator:
     if len(runs) < 4:
         raise ValueError(f"{len(runs)} measured runs: three parameters and a run to leave out take 4 or more")
     fitted = fit(runs)
-    predicted = {run.name: simulated_ms(run, fit([one for one in runs if one is not run], fitted)) for run in runs}
-    return CalibratedSimulator(fitted, predicted, {run.name: run.step_ms for run in runs})
+    errors = {}
+    for run in runs:
+        without = fit([one for one in runs if one is not run], fitted)
+        errors[run.name] = simulated_ms(run, without) / run.step_ms - 1
+    return fitted, errors
 
 
 def fit(runs: Sequence[MeasuredRun], start: Parameters | None = None) -> Parameters:
@@ -155,8 +129,7 @@ def _runs(point: Point) -> list[MeasuredRun]:
     cluster = point.facts.get("cluster", {})
     if cluster.get("hosts", 1) < 2:
         return []
-    alone = point.median(COMPUTE, "step") if point.has(COMPUTE, "step") else None
-    costs = _costs(point, alone)
+    costs = _costs(point)
     runs = []
     for name in point.variants("step"):
         try:
@@ -183,7 +156,7 @@ def _runs(point: Point) -> list[MeasuredRun]:
     return runs
 
 
-def _costs(point: Point, alone_ms: float | None) -> tuple[LayerCost, ...]:
+def _costs(point: Point) -> tuple[LayerCost, ...]:
     """The layers with parameters, scaled so that a step takes as long as it did on one rank.
 
     A layer without parameters counts into the one before it (into the first one if there is none). The optimizer's
@@ -201,7 +174,7 @@ def _costs(point: Point, alone_ms: float | None) -> tuple[LayerCost, ...]:
         own[1] += layer["output_ms"]
         own[2] += layer["weight_ms"]
     whole_ms = sum(map(sum, times)) - times[0][1]
-    scale = alone_ms / whole_ms if alone_ms else 1.0
+    scale = point.median(COMPUTE, "step") / whole_ms if point.has(COMPUTE, "step") else 1.0
     return tuple(
         LayerCost(forward * scale, output * scale, weight * scale, int(layer["bytes"]))
         for (forward, output, weight), layer in zip(times, layers, strict=True)

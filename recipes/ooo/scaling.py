@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -19,7 +20,7 @@ from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.recipe import Measured, SimulatedRecipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.ooo import claims, model_costs
-from retime.recipes.ooo.calibration import CalibratedSimulator, calibrate, read_runs
+from retime.recipes.ooo.calibration import Parameters, calibrate, read_runs
 from retime.recipes.ooo.model_costs import SETTINGS, V100, Setting, calibrated, compute_ms, count, layer_costs
 from retime.recipes.ooo.settings import SimulatedSettings
 from retime.schedules import LayerCost, systems
@@ -157,9 +158,8 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
 
     def __init__(self) -> None:
         self._operations: dict[str, list[model_costs.Operations]] = {}
-        self._shares: dict[str, float] = {}
-        self._calibration: CalibratedSimulator | None = None
-        self._efficiency: float | None = None
+        self._discussed: tuple[float, float] | None = None  # the GPU's efficiency, and the network's share
+        self._calibration: tuple[Parameters, dict[str, float]] | None = None
 
     def points(self, settings: SimulatedSettings) -> list[dict[str, Any]]:
         for name, options in (("clusters", list(SETTINGS)), ("networks", [PAPERS_NETWORK, CALIBRATED])):
@@ -170,11 +170,21 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
         return [at for at in super().points(settings) if at["network"] != CALIBRATED or measured]
 
     def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        share = self._share(settings, at["network"])
-        assert self._efficiency is not None
-        setting = SETTINGS[at["cluster"]].with_efficiency(self._efficiency)
-        batch_size = setting.batch_sizes.get(at["model"], setting.batch_size)
-        costs = layer_costs(self._count(settings, at["model"]), setting.gpu, batch_size)
+        if self._discussed is None:
+            costs, setting = discussed(settings)
+            self._discussed = setting.gpu.efficiency, network_share(settings, costs, setting)
+        efficiency, share = self._discussed
+        calibration = None
+        if at["network"] == CALIBRATED:
+            calibration = self._calibration = self._calibration or calibrate(read_runs(Path(settings.calibration)))
+            share = calibration[0].share
+        model = at["model"]
+        if model not in self._operations:
+            self._operations[model] = count(lambda: build(settings.models[model]), settings.image_size)
+        operations = self._operations[model]
+        setting = SETTINGS[at["cluster"]].with_efficiency(efficiency)
+        batch_size = setting.batch_sizes.get(model, setting.batch_size)
+        costs = layer_costs(operations, setting.gpu, batch_size)
         sizes = Sizes(settings.partition_bytes, settings.bucket_bytes)
         rows, best = [], {}
         for system in HEADINGS:
@@ -195,10 +205,12 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
             "best k": best,
             "devices": list(setting.devices),
         }
-        if at["model"] in ("ResNet-50", "ResNet-152"):
-            facts[_CHECKED] = self._check(settings, at["model"])
-        if self._calibration is not None and at["network"] == CALIBRATED:
-            facts["calibration"] = _facts(self._calibration)
+        if model in ("ResNet-50", "ResNet-152"):
+            p100 = dataclasses.replace(model_costs.P100_SXM2, efficiency=efficiency)
+            step_ms = compute_ms(layer_costs(operations, p100, _CHECKED_BATCH))
+            facts[_CHECKED] = round(1e3 * _CHECKED_BATCH / step_ms, 1)
+        if calibration is not None:
+            facts["calibration"] = _facts(*calibration)
         return Measured(rows, facts)
 
     def blocks(self, settings: SimulatedSettings) -> int | None:
@@ -308,28 +320,6 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
         charts.save(drawing, path)
         _draw_throughput(points, clusters, result, path.with_name("throughput.png"))
 
-    def _share(self, settings: SimulatedSettings, network: str) -> float:
-        if self._efficiency is None:
-            costs, setting = discussed(settings)
-            self._efficiency = setting.gpu.efficiency
-            self._shares[PAPERS_NETWORK] = network_share(settings, costs, setting)
-        if network == CALIBRATED and CALIBRATED not in self._shares:
-            self._calibration = calibrate(read_runs(Path(settings.calibration)))
-            self._shares[CALIBRATED] = self._calibration.parameters.share
-        return self._shares[network]
-
-    def _count(self, settings: SimulatedSettings, model: str) -> list[model_costs.Operations]:
-        if model not in self._operations:
-            block = settings.models[model]
-            self._operations[model] = count(lambda: build(block), settings.image_size)
-        return self._operations[model]
-
-    def _check(self, settings: SimulatedSettings, model: str) -> float:
-        assert self._efficiency is not None
-        device = dataclasses.replace(model_costs.P100_SXM2, efficiency=self._efficiency)
-        step_ms = compute_ms(layer_costs(self._count(settings, model), device, _CHECKED_BATCH))
-        return round(1e3 * _CHECKED_BATCH / step_ms, 1)
-
 
 def _quantity(devices: int) -> str:
     return f"{devices} GPU" if devices == 1 else f"{devices} GPUs"
@@ -345,12 +335,11 @@ def _points(result: Result, **at: str) -> list[Point]:
     return [point for point in result.points if all(point.at[key] == value for key, value in at.items())]
 
 
-def _facts(calibration: CalibratedSimulator) -> dict[str, Any]:
-    errors = {"mean_error": calibration.mean_error, "worst_error": calibration.worst_error}
-    numbers = {**dataclasses.asdict(calibration.parameters), **errors}
+def _facts(parameters: Parameters, errors: dict[str, float]) -> dict[str, Any]:
+    mean_error, worst_error = fmean(map(abs, errors.values())), max(errors.values(), key=abs)
+    numbers = {**dataclasses.asdict(parameters), "mean_error": mean_error, "worst_error": worst_error}
     rounded = {name: round(value, 4) for name, value in numbers.items()}
-    by_run = {name: round(error, 4) for name, error in calibration.errors.items()}
-    return {"runs": len(calibration.measured_ms), **rounded, "errors": by_run}
+    return {"runs": len(errors), **rounded, "errors": {name: round(error, 4) for name, error in errors.items()}}
 
 
 def _draw_throughput(points: list[Point], clusters: list[str], result: Result, path: Path) -> None:
