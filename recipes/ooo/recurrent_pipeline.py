@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from retime.recipes.core.recipe import Measured, Tick
@@ -146,34 +145,24 @@ def makespan(
         message: units between a task's end and what needs it on another rank.
         urgency: the least comes first; of equals the one that was ready first.
     """
-    readers, missing = defaultdict(list), {job: len(needs) for job, needs in jobs.items()}
+    readers = defaultdict(list)
     for job, needs in jobs.items():
         for need in needs:
             readers[need].append(job)
     number = {job: place for place, job in enumerate(jobs)}
-    arrives = dict.fromkeys(jobs, 0.0)
-    ready: dict[int, list[tuple[int, float, int, Job]]] = {rank: [] for rank in set(rank_of.values())}
-    busy: set[int] = set()
-    now = 0.0
-    events = [(0.0, number[job], job, True) for job, needs in jobs.items() if not needs]  # ready, or else ended
-    heapify(events)
-    while events:
-        now = events[0][0]
-        while events and events[0][0] == now:
-            _, _, job, is_ready = heappop(events)
-            if is_ready:
-                heappush(ready[rank_of[job]], (urgency(job), now, number[job], job))
-                continue
-            busy.discard(rank_of[job])
-            for reader in readers[job]:
-                missing[reader] -= 1
-                hop = message if rank_of[reader] != rank_of[job] else 0.0
-                arrives[reader] = max(arrives[reader], now + hop)
-                if not missing[reader]:
-                    heappush(events, (arrives[reader], number[reader], reader, True))
-        for rank, waiting in ready.items():
-            if waiting and rank not in busy:
-                job = heappop(waiting)[-1]
-                busy.add(rank)
-                heappush(events, (now + units[job], number[job], job, False))
-    return now
+    ends: dict[Job, float] = {}
+    free = dict.fromkeys(rank_of.values(), 0.0)  # since when
+    ready = {job: 0.0 for job, needs in jobs.items() if not needs}  # since when
+
+    def turn(job: Job) -> tuple[float, int, float, int]:
+        return max(ready[job], free[rank_of[job]]), urgency(job), ready[job], number[job]
+
+    while ready:
+        job = min(ready, key=turn)  # of all ranks; what it makes ready begins later
+        ends[job] = free[rank_of[job]] = turn(job)[0] + units[job]
+        del ready[job]
+        for reader in readers[job]:
+            if all(need in ends for need in jobs[reader]):
+                hops = {need: message if rank_of[need] != rank_of[reader] else 0.0 for need in jobs[reader]}
+                ready[reader] = max(ends[need] + hop for need, hop in hops.items())
+    return max(ends.values())
