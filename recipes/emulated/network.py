@@ -192,7 +192,7 @@ def _undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
-_NAME = re.compile(r"retime-(?P<pid>\d+)-(?P<born>\d+)-(?P<serial>\d+)-(?:switch|h\d+)")
+_NAME = re.compile(r"retime-\d+-\d+-\d+-(?:switch|h\d+)")
 _serials = itertools.count()
 
 
@@ -209,9 +209,12 @@ def existing() -> list[str]:
 
 def remove_stale() -> list[str]:
     """Remove the namespaces, and the processes in them, of processes that no longer run; returns their names."""
-    stale = [name for name in existing() if not _owner_runs(name)]
-    for name in stale:
-        remove(name)
+    stale = []
+    for name in existing():
+        _, pid, born, *_ = name.split("-")
+        if _born(int(pid)) != int(born):  # a process number is given out again, a number with its start time is not
+            remove(name)
+            stale.append(name)
     return stale
 
 
@@ -223,13 +226,6 @@ def remove(name: str) -> None:
                 os.kill(int(pid), signal.SIGKILL)
     with contextlib.suppress(CommandError):
         call("ip", "netns", "delete", name)
-
-
-def _owner_runs(name: str) -> bool:
-    match = _NAME.fullmatch(name)
-    assert match
-    # A process number is given out again, a number with its start time is not.
-    return _born(int(match["pid"])) == int(match["born"])
 
 
 def _born(pid: int) -> int | None:

@@ -65,8 +65,18 @@ def count(build: Callable[[], nn.Module], image_size: int = 224) -> list[Operati
     operations: list[Operations] = []
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor) and not isinstance(module, nn.Flatten | nn.Identity | nn.Dropout):
-            operations.append(_operations(module, inputs[0], output, samples))
+        if not isinstance(output, Tensor) or isinstance(module, nn.Flatten | nn.Identity | nn.Dropout):
+            return
+        macs = 0.0
+        if isinstance(module, nn.Conv2d):
+            kernel = module.kernel_size[0] * module.kernel_size[1]
+            macs = output.numel() * kernel * module.in_channels / module.groups
+        elif isinstance(module, nn.Linear):
+            macs = output.numel() * module.in_features
+        parameters = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        numbers = inputs[0].numel() / samples, output.numel() / samples
+        has_kernel = isinstance(module, nn.Conv2d | nn.Linear)
+        operations.append(Operations(macs / samples, *numbers, parameters, has_kernel))
 
     samples = 2  # batch normalisation in training mode needs more than one
     with torch.device("meta"):
@@ -112,18 +122,6 @@ def calibrated(gpu: Gpu, operations: Sequence[Operations], batch_size: int, step
     """The GPU with the efficiency at which this network's forward and backward pass take `step_ms`."""
     ideal_ms = compute_ms(layer_costs(operations, replace(gpu, efficiency=1.0), batch_size))
     return replace(gpu, efficiency=ideal_ms / step_ms)
-
-
-def _operations(module: nn.Module, inputs: Tensor, output: Tensor, samples: int) -> Operations:
-    macs = 0.0
-    if isinstance(module, nn.Conv2d):
-        kernel = module.kernel_size[0] * module.kernel_size[1]
-        macs = output.numel() * kernel * module.in_channels / module.groups
-    elif isinstance(module, nn.Linear):
-        macs = output.numel() * module.in_features
-    parameters = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    has_kernel = isinstance(module, nn.Conv2d | nn.Linear)
-    return Operations(macs / samples, inputs.numel() / samples, output.numel() / samples, parameters, has_kernel)
 
 
 def kernel_ms(gpu: Gpu, macs: float, numbers: float) -> float:

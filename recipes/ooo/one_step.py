@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,38 +45,6 @@ Box = tuple[int, str, float, float]
 """What it is (number of :data:`KINDS`), its lane, start and end."""
 
 
-class Notes:
-    """Notes of what ran in one step, in seconds."""
-
-    def __init__(self) -> None:
-        self.boxes: list[Box] = []
-        self.sub_cpu_s = 0.0
-
-    def run(self, kind: int, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Call it, and note its lane, start and end."""
-        started, cpu_s = perf_counter(), thread_time()
-        answer = compute(*arguments)
-        is_main = current_thread() is main_thread()
-        self.boxes.append((kind, MAIN if is_main else SUB, started, perf_counter()))
-        if not is_main:
-            self.sub_cpu_s += thread_time() - cpu_s
-        return answer
-
-
-class NotedKernels:
-    """A layer's kernels, of which the gradients' are noted."""
-
-    def __init__(self, kernels: Any, loop: Loop) -> None:
-        self._kernels, self._loop = kernels, loop
-        self.forward, self.arguments = kernels.forward, kernels.arguments
-
-    def output_gradient(self, *arguments: Any) -> Any:
-        return self._loop.notes.run(OUTPUT, self._kernels.output_gradient, *arguments)
-
-    def weight_gradients(self, *arguments: Any) -> Any:
-        return self._loop.notes.run(WEIGHT, self._kernels.weight_gradients, *arguments)
-
-
 class Loop:
     """Training steps of a case on one batch.
 
@@ -98,11 +67,12 @@ class Loop:
         both, beside = (max(1, threads - sub), sub), self._optimizer if case.get("fuse_updates") else None
         self.two: Any = TwoStreamBackward(self._model, optimizer=beside, threads=both, layers=layers) if two else None
         self.fusion: Any = fuse_optimizer(self._model, self._optimizer) if fused else getattr(self.two, "fusion", None)
-        self.notes = Notes()
+        self.boxes: list[Box] = []
+        self._sub_cpu_s = 0.0
 
     def step(self) -> dict[str, Any]:
         """Train a step; return its milliseconds, its boxes, and how long each lane's threads had a core."""
-        self.notes = Notes()
+        self.boxes, self._sub_cpu_s = [], 0.0
         process_s, main_s, marks = process_time(), thread_time(), [perf_counter()]
         loss: Tensor = loss_of(self._model(self._inputs), self._targets)
         marks.append(perf_counter())
@@ -112,20 +82,20 @@ class Loop:
         self._optimizer.zero_grad()
         marks.append(perf_counter())
         main_s, process_s = thread_time() - main_s, process_time() - process_s
-        busy = {MAIN: main_s, SUB: self.notes.sub_cpu_s, OTHERS: max(0.0, process_s - main_s - self.notes.sub_cpu_s)}
+        busy = {MAIN: main_s, SUB: self._sub_cpu_s, OTHERS: max(0.0, process_s - main_s - self._sub_cpu_s)}
         return {
             "ms": round(1e3 * (marks[-1] - marks[0]), 3),
             "busy_ms": {lane: round(1e3 * seconds, 3) for lane, seconds in busy.items()},
             "boxes": [
                 (kind, lane, *(round(1e3 * (moment - marks[0]), 3) for moment in edges))
-                for kind, lane, *edges in self._boxes(marks)
+                for kind, lane, *edges in self._all_boxes(marks)
             ],
         }
 
-    def _boxes(self, marks: list[float]) -> list[Box]:
+    def _all_boxes(self, marks: list[float]) -> list[Box]:
         """All of a step's, the rest of the backward pass first, so that gradients are drawn over it."""
         began, ended = marks[1:3]
-        noted = self.notes.boxes
+        noted = self.boxes
         rest = [(began, ended)]
         if sub_ends := [end for _, lane, _, end in noted if lane == SUB]:
             # behind its own work the main thread takes weight gradients, and then waits for the sub-stream's last one
@@ -145,12 +115,27 @@ class Loop:
     def note_kernels(self) -> None:
         """From now on gradients of layers on two streams have boxes of their own."""
         for module in self._model.modules():
-            forward = vars(module).get("forward")
+            forward: Any = vars(module).get("forward")
             if hasattr(forward, "kernels"):
-                forward.kernels = NotedKernels(forward.kernels, self)  # type: ignore[union-attr]
+                kernels = forward.kernels
+                forward.kernels = SimpleNamespace(
+                    forward=kernels.forward,
+                    arguments=kernels.arguments,
+                    output_gradient=partial(self._noted, OUTPUT, kernels.output_gradient),
+                    weight_gradients=partial(self._noted, WEIGHT, kernels.weight_gradients),
+                )
         if self.fusion is not None:
-            update = self.fusion._step
-            self.fusion._step = lambda *arguments: self.notes.run(UPDATE, update, *arguments)
+            self.fusion._step = partial(self._noted, UPDATE, self.fusion._step)
+
+    def _noted(self, kind: int, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """Call it, and note its lane, start and end in seconds."""
+        started, cpu_s = perf_counter(), thread_time()
+        answer = compute(*arguments)
+        is_main = current_thread() is main_thread()
+        self.boxes.append((kind, MAIN if is_main else SUB, started, perf_counter()))
+        if not is_main:
+            self._sub_cpu_s += thread_time() - cpu_s
+        return answer
 
     def close(self) -> None:
         """End the second stream, and the fusion."""

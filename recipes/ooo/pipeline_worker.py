@@ -71,7 +71,8 @@ def sleeping(request: dict[str, Any]) -> dict[str, Any]:
             split="fastest",
         )
         train = partial(_pipelined, pipelines[variant], partial(_mean, model))
-        blocks[variant] = partial(_block, train, model, batch, request["steps"], pipelines[variant])
+        train(batch)  # it runs whole
+        blocks[variant] = partial(_block, train, model, batch, request["steps"])
     hop_ms, beside_ms = _hop_ms(_SAMPLES * width), _beside_ms(request["unit_ms"], batch)
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
     tasks = {variant: _task_ms(pipeline) for variant, pipeline in pipelines.items()}
@@ -157,10 +158,8 @@ def schedule_of(variant: str) -> tuple[str, int | None]:
     return schedule, int(alive) if sign else None
 
 
-def _block(train: _Train, model: nn.Module, batch: Any, count: int, pipeline: PipelineStep | None = None) -> float:
-    """The median step; the first batch of a pipeline, which runs whole, is not counted."""
-    if pipeline is not None and not pipeline.is_spread:
-        train(batch)
+def _block(train: _Train, model: nn.Module, batch: Any, count: int) -> float:
+    """The median step."""
     took = []
     for _ in range(count):
         model.zero_grad()
@@ -312,24 +311,18 @@ def stages_of(model: nn.Module, stages: int) -> list[nn.Module]:
     if len(blocks) % stages:
         raise ValueError(f"peers: {len(blocks)} blocks do not divide into {stages} stages")
     share = len(blocks) // stages
-    parts: list[nn.Module] = []
-    for stage in range(stages):
-        layers = list(blocks[stage * share : (stage + 1) * share])
-        parts.append(_Stage(front if stage == 0 else None, layers, behind if stage + 1 == stages else None))
-    return parts
+    parts = [list(blocks[stage * share : (stage + 1) * share]) for stage in range(stages)]
+    parts[0].insert(0, front)
+    parts[-1].append(behind)
+    return [_Stage(*part) for part in parts]
 
 
-class _Stage(nn.Module):
-    def __init__(self, front: nn.Module | None, blocks: Sequence[nn.Module], behind: nn.Module | None) -> None:
-        super().__init__()
-        self.front, self.blocks, self.behind = front, nn.ModuleList(blocks), behind
-
-    def forward(self, given: Tensor) -> Tensor:
-        hidden = given if self.front is None else self.front(given)
-        for block in self.blocks:
-            answer = block(hidden)
+class _Stage(nn.Sequential):
+    def forward(self, hidden: Tensor) -> Tensor:
+        for part in self:
+            answer = part(hidden)
             hidden = answer if isinstance(answer, Tensor) else answer[0]
-        return hidden if self.behind is None else self.behind(hidden)
+        return hidden
 
 
 class _TokensAndPositions(nn.Module):

@@ -49,20 +49,17 @@ class Hosts(OnRanks):
 
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
         hosts = at["hosts"]
-        costs = self._costs(settings, min(hosts, len(os.sched_getaffinity(0))), tick)
+        busy = min(hosts, len(os.sched_getaffinity(0)))
+        if busy not in self._known_costs:  # of layers, with as many ranks at work as the cores will be shared by later
+            with self.network(settings, busy, settings.rate) as network:
+                self._known_costs[busy] = self.run_job(settings, network, tick, "layers")[0]
+        costs = self._known_costs[busy]
         sleeping = costs["layers"] if at["compute"] == EMULATED else None
         names = [name for name in settings.variants if hosts > 1 or name.startswith("ddp")]
         measured = self.compare_variants(replace(settings, hosts=hosts, variants=names), tick, sleeping=sleeping)
         measured.facts["layers"] = costs["layers"]
         measured.facts["cluster"]["update_ms"] = costs["update_ms"]
         return measured
-
-    def _costs(self, settings: OutOfOrderSettings, busy: int, tick: Tick) -> dict[str, Any]:
-        """The layers' times, with as many ranks at work at the same time as the cores will be shared by later."""
-        if busy not in self._known_costs:
-            with self.network(settings, busy, settings.rate) as network:
-                self._known_costs[busy] = self.run_job(settings, network, tick, "layers")[0]
-        return self._known_costs[busy]
 
     def compare(self, result: Result) -> list[Comparison]:
         ratios = []

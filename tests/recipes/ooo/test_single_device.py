@@ -300,12 +300,12 @@ def test_a_step_has_the_threads_and_the_fusion_of_the_setting_that_is_drawn(monk
 
 def test_a_main_thread_that_waits_is_drawn_white() -> None:
     loop = one_step.Loop(LINEAR, 0, 1, two=False)
-    loop.notes.boxes = [
+    loop.boxes = [
         (one_step.OUTPUT, one_step.MAIN, 2.0, 3.0),
         (one_step.WEIGHT, one_step.SUB, 2.0, 6.0),
         (one_step.WEIGHT, one_step.MAIN, 4.0, 5.0),
     ]
-    rest = [edges for kind, _, *edges in loop._boxes([0.0, 1.0, 7.0, 8.0]) if kind == one_step.REST]
+    rest = [edges for kind, _, *edges in loop._all_boxes([0.0, 1.0, 7.0, 8.0]) if kind == one_step.REST]
     assert rest == [[1.0, 4.0], [6.0, 7.0]]
 
 
