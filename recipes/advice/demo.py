@@ -39,6 +39,9 @@ TOLERANCE = 100.0
 _MIB, _COLUMNS = 2**20, 80
 _COLOURS = {FASTER: "#009e73", SLOWER: "#d55e00"}
 
+Rows = dict[tuple[str, str], Row]
+"""By variant and quantity."""
+
 
 class Demo(Recipe[AdviceSettings]):
     """One point: `cases` name a model, its data and the methods that are shown on it."""
@@ -60,12 +63,12 @@ class Demo(Recipe[AdviceSettings]):
         return sum(len(case["methods"]) for case in settings.cases.values())
 
     def measure(self, settings: AdviceSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        rows: list[Row] = []
+        rows: Rows = {}
         facts: dict[str, Any] = {}
         for name, case in settings.cases.items():
             with closing(_Case(settings, name, case, rows, facts)) as measuring:
                 measuring.everything(tick)
-        return Measured(rows, facts)
+        return Measured([*rows.values()], facts)
 
     def show(self, result: Result, console: Console) -> None:
         (point,) = result.points
@@ -141,7 +144,7 @@ class _Case:
     """Measures the methods of one model; the plain training that they are compared with waits meanwhile."""
 
     def __init__(
-        self, settings: AdviceSettings, name: str, case: dict[str, Any], rows: list[Row], facts: dict[str, Any]
+        self, settings: AdviceSettings, name: str, case: dict[str, Any], rows: Rows, facts: dict[str, Any]
     ) -> None:
         self._settings, self._name, self._case, self._rows, self._facts = settings, name, case, rows, facts
         self._cores = len(os.sched_getaffinity(0))
@@ -167,11 +170,8 @@ class _Case:
         for module in (__name__, *{type(one).__module__ for one in model.modules()}):
             workers.PRELOADED.append(module)
         data, optimizer = (self._case[key]["_target_"].rpartition(".")[2] for key in ("data", "optimizer"))
-        size, samples = (
-            f"{parameter_count(model) / 1e6:.2g} M parameters",
-            f"{self._case['batch_size']} of {data} a step",
-        )
-        self._facts[self._name] = f"{size}, {samples}, {optimizer}"
+        samples = f"{self._case['batch_size']} of {data} a step"
+        self._facts[self._name] = f"{parameter_count(model) / 1e6:.2g} M parameters, {samples}, {optimizer}"
         for name in sorted(self._case["methods"], key=lambda name: name in METHODS and METHODS[name].over_ddp):
             fact = self._fact(name)
             self._facts[f"{self._name}: {name}"] = fact
@@ -280,11 +280,8 @@ class _Case:
 
     def _add(self, variant: str, quantity: str, unit: str, values: list[float]) -> None:
         """Rounds of a quantity, behind those that are there."""
-        there = next((row for row in self._rows if (row.variant, row.quantity) == (variant, quantity)), None)
-        if there is None:
-            self._rows.append(Row(variant, quantity, unit, []))
-            there = self._rows[-1]
-        there.values.extend(round(value, 5) for value in values)
+        row = self._rows.setdefault((variant, quantity), Row(variant, quantity, unit, []))
+        row.values.extend(round(value, 5) for value in values)
 
 
 def _apart(one: Any, other: Any) -> float:

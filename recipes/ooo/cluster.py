@@ -5,8 +5,7 @@ training on real data, step by step, which must lie on each other bit by bit; `o
 peak memory of training (section 8.3: less than 1 %).
 """
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,7 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         peer = best_of(point, "ddp", "step")
         return references if peer in (None, "ddp") else {**references, f"speed over {peer}": peer}
 
-    @contextlib.contextmanager
-    def network(self, settings: OutOfOrderSettings, hosts: int, rate: str | None) -> Iterator[Network]:
+    def network(self, settings: OutOfOrderSettings, hosts: int, rate: str | None) -> AbstractContextManager[Network]:
         """The network that the settings ask for.
 
         Raises:
@@ -51,19 +49,17 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         """
         if settings.hardware.name == "emulated":
             bits = None if rate is None else _BALANCING_BITS if rate == BALANCED else parse_rate(rate)
-            with emulated_network(hosts, bits) as network:
-                yield network
-        elif settings.hardware.name == "cpu":
-            if rate is not None:
-                raise ValueError(
-                    f"rate={rate} needs links to shape: choose hardware=emulated (as root), or rate=null for loopback"
-                )
-            yield loopback(hosts)
-        else:
+            return emulated_network(hosts, bits)
+        if settings.hardware.name != "cpu":
             raise ValueError(
                 f"{settings.name} runs its ranks on this machine's cores, not on hardware={settings.hardware.name}: "
                 "choose hardware=emulated, or hardware=cpu for unshaped loopback"
             )
+        if rate is not None:
+            raise ValueError(
+                f"rate={rate} needs links to shape: choose hardware=emulated (as root), or rate=null for loopback"
+            )
+        return nullcontext(loopback(hosts))
 
     def peaks(self, settings: OutOfOrderSettings, tick: Tick) -> Measured:
         """Peak memory of each variant's fit, from fresh processes: rows in MiB, the worst rank's."""

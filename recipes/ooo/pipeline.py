@@ -7,8 +7,8 @@ than cores can run; messages, threads and the runtime that orders tasks are thos
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -152,17 +152,14 @@ def slowest_steps(answers: list[dict[str, Any]], variants: Iterable[str]) -> lis
     return [Row(name, STEP, "ms", [round(max(ms), 3) for ms in by_rank]) for name, by_rank in rounds.items()]
 
 
-@contextlib.contextmanager
-def _network(case: PipelineSettings) -> Iterator[Network]:
+def _network(case: PipelineSettings) -> AbstractContextManager[Network]:
     if case.rate is None:
-        yield loopback(case.ranks)
-        return
+        return nullcontext(loopback(case.ranks))
     if reason := emulated.unavailable():
         raise emulated.ClusterUnavailable(
             f"rate={case.rate} shapes links: {reason}. Leave out the cases that have a rate"
         )
-    with emulated_network(case.ranks, parse_rate(case.rate)) as network:
-        yield network
+    return emulated_network(case.ranks, parse_rate(case.rate))
 
 
 def simulated_ms(case: PipelineSettings, variant: str, hop_ms: float, beside_ms: float = 0.0) -> float:
