@@ -106,14 +106,20 @@ def emulated_network(hosts: int, bits_per_second: float | None) -> Iterator[Netw
     names = [f"{prefix}-h{number}" for number in range(hosts)]
     with _terminated_by_exception():
         try:
-            network = Network([], None, prefix=prefix)
+            for name in names:
+                call("ip", "netns", "add", name)
             if hosts == _CABLE:
-                network.hosts += _join(*names)
+                _connect(names[0], names[1], "eth0")
             else:
                 call("ip", "netns", "add", switch)
                 call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
                 call("ip", "-n", switch, "link", "set", "bridge", "up")
-                network.hosts += [_plug_in(name, switch, number) for number, name in enumerate(names)]
+                for port, name in enumerate(names):
+                    _connect(name, switch, f"port{port}")
+                    call("ip", "-n", switch, "link", "set", f"port{port}", "addrgenmode", "none")
+                    call("ip", "-n", switch, "link", "set", f"port{port}", "master", "bridge")
+                    call("ip", "-n", switch, "link", "set", f"port{port}", "up")
+            network = Network([_host(name, number) for number, name in enumerate(names)], None, prefix=prefix)
             network.shape(bits_per_second)
             yield network
         finally:
@@ -128,23 +134,9 @@ def check_hosts(hosts: int) -> None:
         raise ValueError(f"hosts={hosts} is out of range: choose from 1 to {MOST_HOSTS}")
 
 
-def _join(first: str, second: str) -> list[Host]:
-    """Two hosts' namespaces with a cable between them."""
-    for name in (first, second):
-        call("ip", "netns", "add", name)
-    call("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
-    return [_host(name, number) for number, name in enumerate((first, second))]
-
-
-def _plug_in(name: str, switch: str, number: int) -> Host:
-    """A host's namespace with its cable to the switch."""
-    port = f"port{number}"
-    call("ip", "netns", "add", name)
-    call("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
-    call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none")
-    call("ip", "-n", switch, "link", "set", port, "master", "bridge")
-    call("ip", "-n", switch, "link", "set", port, "up")
-    return _host(name, number)
+def _connect(host: str, other: str, end: str) -> None:
+    """Lay a cable from a host's namespace to the other one, where its end has this name."""
+    call("ip", "link", "add", "eth0", "netns", host, "type", "veth", "peer", "name", end, "netns", other)
 
 
 def _host(name: str, number: int) -> Host:

@@ -44,9 +44,6 @@ class SleepingLayer(nn.Module):
             weight.register_hook(_sleeping(self.weight_ms))  # type: ignore[no-untyped-call]
         return outputs + weight[0]
 
-    def extra_repr(self) -> str:
-        return f"forward {self.forward_ms:.2f} ms, output {self.output_ms:.2f} ms, weight {self.weight_ms:.2f} ms"
-
 
 def sleeping_copy(layers: Sequence[LayerTimes]) -> nn.Sequential:
     """The emulated network of measured layers; a layer without parameters sleeps with the one before it."""

@@ -231,10 +231,12 @@ class RealLayers(StepsOnRanks):
         def share(what: str, name: str) -> list[float | None]:
             return [one[what][name] and round(one[what][name], 3) for one in answers]
 
-        ours = answers[0]["bubble"]
+        ours, results = answers[0]["bubble"], answers[0]["loss and norm"]
+        # loss and norm from one device's, relatively
+        others = {name: zip(pair, results[ONE], strict=True) for name, pair in results.items() if name != ONE}
         facts = {
             "ranks": case.ranks,
-            "apart": _apart(answers[0]["loss and norm"]),
+            "apart": {name: max(abs(value / one - 1) for value, one in pairs) for name, pairs in others.items()},
             "stages": answers[0]["stages"],
             "bubble share by rank": {name: share("bubble", name) for name in ours},
             "simulated bubble share by rank": {name: share("simulated bubble", name) for name in ours},
@@ -306,12 +308,6 @@ class PipelineMemory(RealLayers):
             "Tensors of the rank that has most: parameters, their gradients, Adam's state, activations and messages. "
             "*_flush runs all forward passes first, as GPipe and the paper do. Ranks have equally many layers."
         ]
-
-
-def _apart(results: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """By variant, how far loss and norm are from one device's, relatively; the larger."""
-    others = {name: zip(pair, results[ONE], strict=True) for name, pair in results.items() if name != ONE}
-    return {name: max(abs(value / wanted - 1) for value, wanted in pairs) for name, pairs in others.items()}
 
 
 def _colour(name: str) -> int:

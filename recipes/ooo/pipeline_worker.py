@@ -9,7 +9,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -307,7 +307,15 @@ def stages_of(model: nn.Module, stages: int) -> list[nn.Module]:
     Raises:
         ValueError: neither of the two models, or blocks that do not divide.
     """
-    front, blocks, behind = _parts_of(model)
+    inner: Any = getattr(model, "model", model)
+    if (name := type(inner).__name__) == "GPT2LMHeadModel":
+        body = inner.transformer
+        front, blocks = _TokensAndPositions(body.wte, body.wpe), body.h
+        behind = nn.Sequential(body.ln_f, inner.lm_head)
+    elif name == "BertForMaskedLM":
+        front, blocks, behind = inner.bert.embeddings, inner.bert.encoder.layer, inner.cls
+    else:
+        raise ValueError(f"peers: {name} was not cut by hand for torch's schedules: leave the peers out, with peers=[]")
     if len(blocks) % stages:
         raise ValueError(f"peers: {len(blocks)} blocks do not divide into {stages} stages")
     share = len(blocks) // stages
@@ -335,14 +343,3 @@ class _TokensAndPositions(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
         embedded: Tensor = self.tokens(given) + self.positions(torch.arange(given.shape[1], device=given.device))
         return embedded
-
-
-def _parts_of(model: nn.Module) -> tuple[nn.Module, Sequence[nn.Module], nn.Module]:
-    inner: Any = getattr(model, "model", model)
-    name = type(inner).__name__
-    if name == "GPT2LMHeadModel":
-        body = inner.transformer
-        return _TokensAndPositions(body.wte, body.wpe), body.h, nn.Sequential(body.ln_f, inner.lm_head)
-    if name == "BertForMaskedLM":
-        return inner.bert.embeddings, inner.bert.encoder.layer, inner.cls
-    raise ValueError(f"peers: {name} was not cut by hand for torch's schedules: leave the peers out, with peers=[]")

@@ -285,7 +285,9 @@ def _draw_speeds(axes: Any, points: list[Point]) -> None:
     axes.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
     axes.plot([], [], color="black", linewidth=1, linestyle=":", label="ceiling: ddp's step without its idle time")
     charts.even_line(axes, "Lightning's ddp")
-    axes.set_xticks(range(len(points)), [_place(point) for point in points])
+    rates = [point.facts["cluster"]["rate_bits"] for point in points]
+    limits = [f"{rate / 1e9:.2g} Gbit/s" if rate else "no limit" for rate in rates]
+    axes.set_xticks(range(len(points)), [f"{p.at['case']}\n{limit}" for p, limit in zip(points, limits, strict=True)])
     axes.set_ylabel("steps per second against ddp (x)")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
 
@@ -353,8 +355,3 @@ def _peer_note(point: Point, ours: str | None) -> str:
     if speedup is None or peer == "ddp" or peer is None:
         return ""
     return f"{speedup.median:.2f} x over {label(peer)}"
-
-
-def _place(point: Point) -> str:
-    rate = point.facts["cluster"]["rate_bits"]
-    return f"{point.at['case']}\n{rate / 1e9:.2g} Gbit/s" if rate else f"{point.at['case']}\nno limit"

@@ -98,12 +98,10 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         request = {"do": "begin", "case": case, "seed": settings.seed}
         missing, times, last = dict[str, str](), dict[str, list[float]](), dict[str, dict[str, Any]]()
         facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"], "kept": {}}
-        fits: dict[str, dict[str, Any]] = {one_step.label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
         fuses, fused = bool(case.get("fuse_updates")), "fused_optimizer"
-        if fuses:
-            fits |= {
-                one_step.label(f"{PLAIN}, {fused}", n): {"threads": n, "method": fused} for n in range(1, threads + 1)
-            }
+        kinds: dict[str, dict[str, Any]] = {PLAIN: {}} | ({f"{PLAIN}, {fused}": {"method": fused}} if fuses else {})
+        numbers = range(1, threads + 1)
+        fits = {one_step.label(kind, n): {"threads": n, **more} for kind, more in kinds.items() for n in numbers}
         environments = environments_of(settings.allocators, settings.libraries, missing)
         with tempfile.TemporaryDirectory() as cache:
             if settings.compiled:
@@ -163,9 +161,12 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 if ours is not None and over is not None:
                     note = f"{_case(point)}, {_how(ours)}, over {best}; {on_and_off(point, ours, over)}"
                     lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
-            if (gain := taken_off(point)) is not None:
-                note = f"{_case(point)}, over {gain[0]}; {verdict(gain[1], NOT_SLOWER)}"
-                lines.append(Comparison(Target(TAKEN_OFF, "x", NOT_SLOWER), gain[1], note))
+            if (gain := kept_on(point)) is not None:
+                threads = gain[0].rpartition(", ")[2]
+                same = f"{one_step.FUSED if point.settings['case'].get('fuse_updates') else PLAIN}, {threads}"
+                off = point.speedup(same, f"{one_step.TAKEN_OFF}, {threads}", TURNED)
+                note = f"{_case(point)}, over {same}; {verdict(off, NOT_SLOWER)}"
+                lines.append(Comparison(Target(TAKEN_OFF, "x", NOT_SLOWER), off, note))
         return [*lines, *_papers(result)]
 
     def notes(self, result: Result) -> list[str]:
@@ -277,13 +278,13 @@ def _look(
     facts: dict[str, Any],
 ) -> list[Row]:
     """One step of either kind goes to `facts`; rows of steps in turns, and of peaks if bytes can be counted here."""
-    rows, turned = list[Row](), dict[str, list[float]]()
+    turned = dict[str, list[float]]()
     for number in range(settings.processes):
         turns = {"do": "turns", "rounds": settings.rounds, "two": drawn[TWO_STREAMS], "first": number}
         with contextlib.closing(Worker(Server, request, settings.timeout_s, environment=environment)) as worker:
             for label, values in worker.ask(turns).items():
                 turned.setdefault(label, []).extend(values)
-    rows += [Row(label, TURNED, "ms", values) for label, values in turned.items()]
+    rows = [Row(label, TURNED, "ms", values) for label, values in turned.items()]
     with contextlib.closing(Worker(Server, request, settings.timeout_s, environment=environment)) as worker:
         ask = worker.ask
         facts |= ask({"do": "both_steps", **drawn})
@@ -363,15 +364,6 @@ def kept_on(point: Point) -> tuple[str, Spread] | None:
     """The best plain step of those that took turns in one process, and the speed of two streams over it; None: none."""
     best = point.fastest([label for label in point.variants(TURNED) if label.startswith(PLAIN)], TURNED)
     return None if best is None else (best, point.speedup(best, TWO_STREAMS, TURNED))
-
-
-def taken_off(point: Point) -> tuple[str, Spread] | None:
-    """As :func:`kept_on`, of steps from which two streams were taken off, over those that run the same code."""
-    if (gain := kept_on(point)) is None:
-        return None
-    threads = gain[0].rpartition(", ")[2]
-    same = f"{one_step.FUSED if point.settings['case'].get('fuse_updates') else PLAIN}, {threads}"
-    return same, point.speedup(same, f"{one_step.TAKEN_OFF}, {threads}", TURNED)
 
 
 def on_and_off(point: Point, ours: str, over: Spread) -> str:

@@ -45,14 +45,10 @@ class IdleClock(Callback):
     """Milliseconds a step in which this process's cores had nothing to do, kernel and other processes included.
 
     Only a process pinned to cores of its own learns something from it. The kernel counts in ticks of 10 ms, so it takes
-    a few steps.
-
-    Args:
-        warm_up: steps that are not counted.
+    a few steps. Those of warm-up are not counted.
     """
 
-    def __init__(self, warm_up: int) -> None:
-        self._warm_up = warm_up
+    def __init__(self) -> None:
         self._ends: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -66,10 +62,10 @@ class IdleClock(Callback):
         Raises:
             ValueError: no step was counted.
         """
-        steps = len(self._ends)
-        if steps <= self._warm_up:
-            raise ValueError(f"{steps} steps leave none to count after {self._warm_up} of warm-up: train longer")
-        return max(0.0, self._ends[-1] - self._ends[self._warm_up - 1]) / (steps - self._warm_up)
+        warm_up, steps = WARMUP_STEPS + 1, len(self._ends)
+        if steps <= warm_up:
+            raise ValueError(f"{steps} steps leave none to count after {warm_up} of warm-up: train longer")
+        return max(0.0, self._ends[-1] - self._ends[warm_up - 1]) / (steps - warm_up)
 
 
 @dataclass
@@ -109,7 +105,7 @@ class Fits:
         """One timed block: the median step of one fit, or of repeated all-reduces."""
         if name == COMMUNICATION:
             return self.communication_ms()
-        idle = IdleClock(WARMUP_STEPS + 1)
+        idle = IdleClock()
         training, _ = self.fit(name, callbacks=[idle])
         self.idle_ms.setdefault(name, []).append(idle.idle_ms)
         if name != COMPUTE:
