@@ -17,44 +17,26 @@ _FIRST_BUCKET_BYTES = 2**20  # DistributedDataParallel's first bucket
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One variant's step on a number of hosts, and what the simulator is told about it.
+    """One variant's step on a number of hosts, and what the simulator is told about it."""
 
-    Args:
-        name: for reports.
-        costs: of the layers that have parameters; others count into the one before.
-        hosts: how many ranks, one a host.
-        bits_per_s: of each link.
-        bucket_bytes: of DistributedDataParallel.
-        k: deferred layers.
-        cross_iteration: whether the next forward pass waits for each layer's own bucket only.
-        contended: whether the processors that compute also move the data; not so where layers sleep.
-        step_ms: as measured.
-    """
-
-    name: str
-    costs: tuple[LayerCost, ...]
-    hosts: int
-    bits_per_s: float
-    bucket_bytes: int
-    k: int
-    cross_iteration: bool
-    contended: bool
-    step_ms: float
+    name: str  # for reports
+    costs: tuple[LayerCost, ...]  # of the layers that have parameters; others count into the one before
+    hosts: int  # how many ranks, one a host
+    bits_per_s: float  # of each link
+    bucket_bytes: int  # of DistributedDataParallel
+    k: int  # deferred layers
+    cross_iteration: bool  # whether the next forward pass waits for each layer's own bucket only
+    contended: bool  # whether the processors that compute also move the data; not so where layers sleep
+    step_ms: float  # as measured
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters that the measured steps decide.
+    """Parameters that the measured steps decide."""
 
-    Args:
-        share: of a link's rate that an all-reduce gets.
-        latency_ms: of one of its messages.
-        interference: share of the computation's speed lost while something is on the link, where processors do both.
-    """
-
-    share: float = 0.9
-    latency_ms: float = 0.2
-    interference: float = 0.2
+    share: float = 0.9  # of a link's rate that an all-reduce gets
+    latency_ms: float = 0.2  # of one of its messages
+    interference: float = 0.2  # of the computation's speed, lost while the link is busy, where processors do both
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:

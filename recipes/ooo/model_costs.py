@@ -38,21 +38,13 @@ class Operations:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A graphics processor: its data sheet, and which share of it training reaches.
+    """A graphics processor: its data sheet, and which share of it training reaches."""
 
-    Args:
-        name: as in the paper's Table 1.
-        operations_per_s: peak in single precision.
-        memory_bytes_per_s: peak of the device memory.
-        efficiency: share of both peaks that is reached.
-        multiprocessors: how many it has; by default a V100's.
-    """
-
-    name: str
-    operations_per_s: float
-    memory_bytes_per_s: float
-    efficiency: float = 1.0
-    multiprocessors: int = 80
+    name: str  # as in the paper's Table 1
+    operations_per_s: float  # peak in single precision
+    memory_bytes_per_s: float  # peak of the device memory
+    efficiency: float = 1.0  # share of both peaks that is reached
+    multiprocessors: int = 80  # by default a V100's
 
 
 def count(build: Callable[[], nn.Module], image_size: int = 224) -> list[Operations]:
@@ -148,23 +140,14 @@ NVLINK = Link(2 * 25e9 * 8, 0.01)
 
 @dataclass(frozen=True)
 class Setting:
-    """A cluster of Table 2 as Figure 10 uses it.
-
-    Args:
-        gpu: its GPUs.
-        devices: the numbers of GPUs on Figure 10's axis.
-        devices_per_node: GPUs in a full node.
-        bits_per_s: of the network between nodes, as its data sheet has it.
-        batch_size: per GPU, for networks that `batch_sizes` does not name.
-        batch_sizes: per GPU and network, as section 8.3 gives them.
-    """
+    """A cluster of Table 2 as Figure 10 uses it."""
 
     gpu: Gpu
-    devices: tuple[int, ...]
-    devices_per_node: int
-    bits_per_s: float
-    batch_size: int
-    batch_sizes: dict[str, int]
+    devices: tuple[int, ...]  # the numbers of GPUs on Figure 10's axis
+    devices_per_node: int  # GPUs in a full node
+    bits_per_s: float  # of the network between nodes, as its data sheet has it
+    batch_size: int  # per GPU, for networks that `batch_sizes` does not name
+    batch_sizes: dict[str, int]  # per GPU and network, as section 8.3 gives them
 
     def cluster(self, devices: int, share: float, latency_ms: float) -> Cluster:
         """So many of its GPUs on as few nodes as hold them; the network carries `share` of what it should.

@@ -52,23 +52,14 @@ _ASIDE = (ONE, MODEL_PARALLEL, PIPEDREAM, MEGATRON_FORWARDED)  # trains otherwis
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline on a cluster.
+    """A pipeline on a cluster."""
 
-    Args:
-        layers: that are alike, such as a BERT's encoders.
-        ranks: GPUs.
-        micro_batches: of a step.
-        ratio: of a message between two GPUs of a node to a layer's forward pass.
-        between: the same between nodes.
-        per_node: GPUs in a node.
-    """
-
-    layers: int
-    ranks: int
-    micro_batches: int
-    ratio: float
-    between: float = 0.0
-    per_node: int = 1024
+    layers: int  # that are alike, such as a BERT's encoders
+    ranks: int  # GPUs
+    micro_batches: int  # of a step
+    ratio: float  # of a message between two GPUs of a node to a layer's forward pass
+    between: float = 0.0  # the same between nodes
+    per_node: int = 1024  # GPUs in a node
 
     @property
     def hops(self) -> list[list[float]]:
@@ -278,21 +269,13 @@ PLAIN, FIRST_K, FORWARDED, BOTH = "GPipe", "GPipe with reverse first-k", "OOO-Pi
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Pipelines side by side.
+    """Pipelines side by side."""
 
-    Args:
-        layers: that are alike.
-        ranks: GPUs of a pipeline.
-        micro_batches: of a step.
-        ratio: of a message inside of a pipeline to a layer's forward pass.
-        synchronisation: the same of adding up a layer's weight gradients with the other pipelines.
-    """
-
-    layers: int
-    ranks: int
-    micro_batches: int
-    ratio: float
-    synchronisation: float
+    layers: int  # that are alike
+    ranks: int  # GPUs of a pipeline
+    micro_batches: int  # of a step
+    ratio: float  # of a message inside of a pipeline to a layer's forward pass
+    synchronisation: float  # the same of adding up a layer's weight gradients with the other pipelines
 
     @property
     def plans(self) -> dict[str, tuple[Schedule, pipeline.Placement]]:

@@ -44,23 +44,14 @@ _URGENCIES: dict[str, Callable[[Job], int]] = {
 
 @dataclass(frozen=True)
 class Cells:
-    """A recurrent network on a cluster.
-
-    Args:
-        cells: how many.
-        ranks: GPUs.
-        micro_batches: of GPipe; the others have the batch whole.
-        independent: time of I over that of F; of V over that of W.
-        ratio: of a message to F of the whole batch.
-        fixed: share of a task's time that is the same however few samples it has.
-    """
+    """A recurrent network on a cluster."""
 
     cells: int
-    ranks: int
-    micro_batches: int
-    independent: float
-    ratio: float
-    fixed: float = 0.0
+    ranks: int  # GPUs
+    micro_batches: int  # of GPipe; the others have the batch whole
+    independent: float  # time of I over that of F; of V over that of W
+    ratio: float  # of a message to F of the whole batch
+    fixed: float = 0.0  # share of a task's time that is the same however few samples it has
 
     def units(self, name: str) -> float:
         """A step's length; one GPU runs one task after another.

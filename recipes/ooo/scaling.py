@@ -5,7 +5,6 @@ sets GPUs and network for Figure 10, the throughput over the number of GPUs in t
 """
 
 import dataclasses
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -34,8 +33,7 @@ class Discussion(SimulatedRecipe[SimulatedSettings]):
     """Two numbers of the text are given to the simulator, computation and baseline's overhead; the others come out."""
 
     def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        costs, setting = discussed(settings)
-        share = network_share(settings, costs, setting)
+        costs, setting, share = discussed(settings)
         cluster = setting.cluster(_DEVICES, share, settings.latency_ms)
         sizes = Sizes(settings.partition_bytes, settings.bucket_bytes)
         k = 45
@@ -50,14 +48,13 @@ class Discussion(SimulatedRecipe[SimulatedSettings]):
         for name, (_, ran) in runs.items():
             parts = {"step": ran.step_ms, "computation": ran.compute_ms, "communication overhead": ran.idle_ms}
             rows += [Row(name, quantity, "ms", [ms]) for quantity, ms in parts.items()]
-        deferred_ms = sum(cost.weight_gradient_ms for cost in costs[1:k])
         facts = {
             "layers": len(costs),
             "gradient MB": round(sum(cost.size_bytes for cost in costs) / 1e6, 1),
             "GPU efficiency": round(setting.gpu.efficiency, 3),
             "network Gbit/s": round(cluster.between_nodes.bits_per_s / 1e9, 3),
             "best k": {name: k for name, (k, _) in runs.items() if "best" in name},
-            "W2 to W45 (ms)": round(deferred_ms, 2),
+            "W2 to W45 (ms)": round(sum(cost.weight_gradient_ms for cost in costs[1:k]), 2),
         }
         return Measured(rows, facts)
 
@@ -112,22 +109,20 @@ class Discussion(SimulatedRecipe[SimulatedSettings]):
         charts.save(drawing, path)
 
 
-def discussed(settings: SimulatedSettings) -> tuple[list[LayerCost], Setting]:
-    """The discussed network's layers on the discussed GPU, at the efficiency that the stated computation time gives."""
+def discussed(settings: SimulatedSettings) -> tuple[list[LayerCost], Setting, float]:
+    """The discussed network's layers on the discussed GPU, at the efficiency that the stated computation time gives.
+
+    Last comes the share of the network's data sheet at which the baseline's communication overhead is the stated one.
+
+    Raises:
+        ValueError: no share gives it.
+    """
     setting = SETTINGS[_CLUSTER]
     operations = count(lambda: build(settings.model), settings.image_size)
     gpu = calibrated(setting.gpu, operations, settings.batch_size, settings.compute_ms)
     costs = layer_costs(operations, gpu, settings.batch_size)
     assert abs(compute_ms(costs) - settings.compute_ms) < 1e-6 * settings.compute_ms
-    return costs, setting.with_efficiency(gpu.efficiency)
-
-
-def network_share(settings: SimulatedSettings, costs: Sequence[LayerCost], setting: Setting) -> float:
-    """The share of the network's data sheet at which the baseline's communication overhead is the stated one.
-
-    Raises:
-        ValueError: no share gives it.
-    """
+    setting = setting.with_efficiency(gpu.efficiency)
     sizes = Sizes(settings.partition_bytes, settings.bucket_bytes)
 
     def overhead_ms(share: float) -> float:
@@ -142,7 +137,7 @@ def network_share(settings: SimulatedSettings, costs: Sequence[LayerCost], setti
     for _ in range(30):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if overhead_ms(middle) > settings.overhead_ms else (low, middle)
-    return high
+    return costs, setting, high
 
 
 PAPERS_NETWORK, CALIBRATED = "section 8.3", "calibrated"
@@ -171,8 +166,8 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
 
     def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:
         if self._discussed is None:
-            costs, setting = discussed(settings)
-            self._discussed = setting.gpu.efficiency, network_share(settings, costs, setting)
+            _, setting, share = discussed(settings)
+            self._discussed = setting.gpu.efficiency, share
         efficiency, share = self._discussed
         calibration = None
         if at["network"] == CALIBRATED:
@@ -237,10 +232,9 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
                     note = f"simulated, {where}, {OVER[ours]}, network as in {network}"
                     lines.append(Comparison(claim, spread([gain]), note))
         for model in ("ResNet-50", "ResNet-152"):
+            claim, note = claims.claim(f"p100-{model.lower()}"), "roofline calibrated on V100, ResNet-50"
             checked = [p.facts[_CHECKED] for p in _points(result, model=model) if _CHECKED in p.facts]
-            if checked:
-                claim, note = claims.claim(f"p100-{model.lower()}"), "roofline calibrated on V100, ResNet-50"
-                lines.append(Comparison(claim, spread(checked[:1]), note))
+            lines += [Comparison(claim, spread([images]), note) for images in checked[:1]]
         return lines
 
     def notes(self, result: Result) -> list[str]:
