@@ -172,7 +172,7 @@ class _Case:
         data, optimizer = (self._case[key]["_target_"].rpartition(".")[2] for key in ("data", "optimizer"))
         samples = f"{self._case['batch_size']} of {data} a step"
         self._facts[self._name] = f"{parameter_count(model) / 1e6:.2g} M parameters, {samples}, {optimizer}"
-        for name in sorted(self._case["methods"], key=lambda name: name in METHODS and METHODS[name].over_ddp):
+        for name in sorted(self._case["methods"], key=lambda name: METHODS.get(name, PLAIN).over_ddp):
             fact = self._fact(name)
             self._facts[f"{self._name}: {name}"] = fact
             tick(f"{name}: {fact['verdict']}")
@@ -180,16 +180,16 @@ class _Case:
     def _fact(self, name: str) -> dict[str, Any]:
         """Facts on a method; its numbers go into the rows."""
         fact: dict[str, Any] = {"verdict": LEFT_OUT, "why": "", "over": "", "trainer": ""}
-        needs_ranks = name in METHODS and METHODS[name].ranks
-        if needs_ranks and self._cores < RANKS:
+        method = METHODS.get(name, PLAIN)
+        if method.ranks and self._cores < RANKS:
             return fact | {"why": f"it trains on {RANKS} ranks, and this process may use {self._cores} core"}
-        over_ddp = name in METHODS and METHODS[name].over_ddp
         try:
-            base = self._base_of(DDP if over_ddp else PLAIN)
+            base = self._base_of(DDP if method.over_ddp else PLAIN)
         except MethodError as error:
             self.close()
             return fact | {"why": f"the plain training does not run: {error}"}
-        method = METHODS[name] if name in METHODS else memory_budget(self._plain_bytes // 2)
+        if name == BUDGET:
+            method = memory_budget(self._plain_bytes // 2)
         fact |= {"over": self._variant(self._base_method), "trainer": method.trainer(RANKS, {})}
         try:
             return fact | self._compared(name, method, base)

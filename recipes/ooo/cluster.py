@@ -25,6 +25,7 @@ from retime.recipes.ooo.worker import BUCKET_BYTES, serve
 
 BALANCED = "balanced"
 IDLE = "processor idle"
+IDENTICAL = "final weights bit-identical to ddp, on all ranks"
 PEAK, FIRST_PEAK = "peak memory", "peak of the first steps"
 MIB = 2**20
 _BALANCING_BITS = 2e9
@@ -123,7 +124,7 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         facts: dict[str, Any] = {
             "parameters": first["parameters"],
             "gradient bytes": first["gradient_bytes"],
-            "final weights bit-identical to ddp, on all ranks": ", ".join(identical(answers)) or "none",
+            IDENTICAL: ", ".join(identical(answers)) or "none",
             "cluster": {
                 "hosts": settings.hosts,
                 "rate_bits": bits,

@@ -117,10 +117,10 @@ class PipelineTargets(CaseRecipe[PipelineSettings], StepsOnRanks):
             "(fast-forwarding alone), `ooo2` (with modulo allocation) and `ooo_v` (two stages a rank, in a V) on paper."
         ]
         for point in result.points:
-            simulated = {schedule: point.facts["simulated ms"][schedule] for schedule in point.variants(STEP)}
+            simulated = point.facts["simulated ms"]
             errors = ", ".join(
-                f"{schedule} {ms:.0f} ms ({error_percent(point, schedule).median:+.1f} %)"
-                for schedule, ms in simulated.items()
+                f"{schedule} {simulated[schedule]:.0f} ms ({error_percent(point, schedule).median:+.1f} %)"
+                for schedule in point.variants(STEP)
             )
             lines.append(
                 f"- {point.at['case']}, a message takes {point.facts['message ms']:.2f} ms, a task "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retime.foundations.cpu_pool import MemoryPool
 from retime.foundations.workers import by_name
-from retime.mechanisms.pipeline import PipelineStep
+from retime.mechanisms.pipeline import PipelineReport, PipelineStep
 from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.measure import interleave
 from retime.recipes.emulated import SleepingLayer
@@ -75,10 +75,12 @@ def sleeping(request: dict[str, Any]) -> dict[str, Any]:
         blocks[variant] = partial(_block, train, model, batch, request["steps"])
     hop_ms, beside_ms = _hop_ms(_SAMPLES * width), _beside_ms(request["unit_ms"], batch)
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
-    tasks = {variant: _task_ms(pipeline) for variant, pipeline in pipelines.items()}
-    stages = {variant: pipeline.report().stages for variant, pipeline in pipelines.items()}
-    layers = {variant: _alive(pipelines[variant]) * request["layers"] / stages[variant] for variant in pipelines}
-    for pipeline in pipelines.values():
+    tasks, stages, layers = {}, {}, {}
+    for variant, pipeline in pipelines.items():
+        report = pipeline.report()
+        tasks[variant], alive_stages = _last_step(report)
+        stages[variant] = report.stages
+        layers[variant] = alive_stages * request["layers"] / report.stages
         pipeline.remove()
     return {"ms": times, "hop_ms": hop_ms, "beside_ms": beside_ms, "tasks": tasks, "stages": stages, "alive": layers}
 
@@ -197,21 +199,15 @@ def _whole(model: nn.Module, micro_batches: int, batch: tuple[Tensor, Tensor]) -
     return total
 
 
-def _task_ms(pipeline: PipelineStep) -> dict[str, float]:
-    """The median of the last step's tasks on this rank, by kind; B is O and W in one."""
+def _last_step(report: PipelineReport) -> tuple[dict[str, float], int]:
+    """Medians of this rank's tasks by kind (B is O and W in one), and the most stages whose activations it kept."""
     by_kind: dict[str, list[float]] = {}
-    for span in pipeline.report().spans:
-        by_kind.setdefault(span.kind, []).append(1000 * (span.end_s - span.start_s))
-    return {kind: statistics.median(values) for kind, values in by_kind.items()}
-
-
-def _alive(pipeline: PipelineStep) -> int:
-    """The most stages whose activations this rank kept at once in the last step."""
     alive = most = 0
-    for span in sorted(pipeline.report().spans, key=lambda span: span.start_s):
+    for span in sorted(report.spans, key=lambda span: span.start_s):
+        by_kind.setdefault(span.kind, []).append(1000 * (span.end_s - span.start_s))
         alive += {"F": 1, "W": -1, "B": -1}.get(span.kind, 0)
         most = max(most, alive)
-    return most
+    return {kind: statistics.median(values) for kind, values in by_kind.items()}, most
 
 
 def _beside_ms(unit_ms: float, batch: Tensor) -> float:

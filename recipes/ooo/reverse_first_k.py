@@ -20,7 +20,7 @@ from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, best_of, percent_more, ratio, titled
 from retime.recipes.ooo import cluster as on_ranks
 from retime.recipes.ooo.claims import claim, target
-from retime.recipes.ooo.cluster import IDLE, MIB, PEAK, OnRanks, best_of_ours, bound_ms, bound_notes
+from retime.recipes.ooo.cluster import IDENTICAL, IDLE, MIB, PEAK, OnRanks, best_of_ours, bound_ms, bound_notes
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
 from retime.recipes.ooo.variants import BOUNDS, label, variant
 
@@ -168,8 +168,7 @@ class Sweep(OnRanks):
         drawing, axes = charts.figure(titled(result, f"{cluster['hosts']} hosts, {rate}"), width=9)
         names = fixed(point)
         speeds = [throughput(point, point.values(name, "step")) for name in names.values()]
-        if names:
-            charts.points_with_spread(axes, list(names), speeds, "every k, interleaved", 0, line=True)
+        charts.points_with_spread(axes, list(names), speeds, "every k, interleaved", 0, line=True)
         for index, name in enumerate((name for name in point.variants("step") if name.startswith("ddp")), start=1):
             middle = throughput(point, point.values(name, "step")).median
             axes.axhline(middle, color=charts.COLOURS[index], linestyle="--", linewidth=1.2, label=label(name))
@@ -247,7 +246,12 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
                 lines.append(Comparison(wanted, ratio(points[case], "ddp", ours) if ours else None, note))
         if "mlp" in points:
             lines += _mlp(points["mlp"])
-        same = {case: _all_identical(point) for case, point in points.items() if case.startswith("identical")}
+        # by case, whether all variants end with the weights of ddp
+        same = {
+            case: {*point.variants("step")} - {*BOUNDS} <= {*point.facts[IDENTICAL].split(", ")}
+            for case, point in points.items()
+            if case.startswith("identical")
+        }
         if same:
             cases = ", ".join(case.removeprefix("identical_") for case in same)
             lines.append(Comparison(target("identical"), spread([100.0 * sum(same.values()) / len(same)]), cases))
@@ -342,11 +346,6 @@ def _memory(point: Point, timed: Point | None) -> list[Comparison]:
         wanted = Target(f"mlp: extra peak memory, {label(ours)} (1 % plus one bucket)", "MiB", bound, at_most=True)
         lines.append(Comparison(wanted, extra))
     return lines
-
-
-def _all_identical(point: Point) -> bool:
-    identical = point.facts["final weights bit-identical to ddp, on all ranks"].split(", ")
-    return all(name in identical for name in point.variants("step") if name not in BOUNDS)
 
 
 def _peer_note(point: Point, ours: str | None) -> str:

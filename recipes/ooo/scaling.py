@@ -205,7 +205,12 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
             step_ms = compute_ms(layer_costs(operations, p100, _CHECKED_BATCH))
             facts[_CHECKED] = round(1e3 * _CHECKED_BATCH / step_ms, 1)
         if calibration is not None:
-            facts["calibration"] = _facts(*calibration)
+            parameters, errors = calibration
+            mean_error, worst_error = fmean(map(abs, errors.values())), max(errors.values(), key=abs)
+            numbers = {**dataclasses.asdict(parameters), "mean_error": mean_error, "worst_error": worst_error}
+            rounded = {name: round(value, 4) for name, value in numbers.items()}
+            by_run = {name: round(error, 4) for name, error in errors.items()}
+            facts["calibration"] = {"runs": len(errors), **rounded, "errors": by_run}
         return Measured(rows, facts)
 
     def blocks(self, settings: SimulatedSettings) -> int | None:
@@ -327,13 +332,6 @@ def _gain(point: Point, devices: int, ours: str) -> float:
 
 def _points(result: Result, **at: str) -> list[Point]:
     return [point for point in result.points if all(point.at[key] == value for key, value in at.items())]
-
-
-def _facts(parameters: Parameters, errors: dict[str, float]) -> dict[str, Any]:
-    mean_error, worst_error = fmean(map(abs, errors.values())), max(errors.values(), key=abs)
-    numbers = {**dataclasses.asdict(parameters), "mean_error": mean_error, "worst_error": worst_error}
-    rounded = {name: round(value, 4) for name, value in numbers.items()}
-    return {"runs": len(errors), **rounded, "errors": {name: round(error, 4) for name, error in errors.items()}}
 
 
 def _draw_throughput(points: list[Point], clusters: list[str], result: Result, path: Path) -> None:
