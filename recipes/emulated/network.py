@@ -108,17 +108,17 @@ def emulated_network(hosts: int, bits_per_second: float | None) -> Iterator[Netw
         try:
             for name in names:
                 call("ip", "netns", "add", name)
+            cable = ("type", "veth", "peer", "name")
             if hosts == _CABLE:
-                _connect(names[0], names[1], "eth0")
+                call("ip", "link", "add", "eth0", "netns", names[0], *cable, "eth0", "netns", names[1])
             else:
                 call("ip", "netns", "add", switch)
                 call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
                 call("ip", "-n", switch, "link", "set", "bridge", "up")
                 for port, name in enumerate(names):
-                    _connect(name, switch, f"port{port}")
-                    call("ip", "-n", switch, "link", "set", f"port{port}", "addrgenmode", "none")
-                    call("ip", "-n", switch, "link", "set", f"port{port}", "master", "bridge")
-                    call("ip", "-n", switch, "link", "set", f"port{port}", "up")
+                    call("ip", "link", "add", "eth0", "netns", name, *cable, f"port{port}", "netns", switch)
+                    for setting in (("addrgenmode", "none"), ("master", "bridge"), ("up",)):
+                        call("ip", "-n", switch, "link", "set", f"port{port}", *setting)
             network = Network([_host(name, number) for number, name in enumerate(names)], None, prefix=prefix)
             network.shape(bits_per_second)
             yield network
@@ -132,11 +132,6 @@ def check_hosts(hosts: int) -> None:
     """ValueError unless so many hosts can be emulated."""
     if not 1 <= hosts <= MOST_HOSTS:
         raise ValueError(f"hosts={hosts} is out of range: choose from 1 to {MOST_HOSTS}")
-
-
-def _connect(host: str, other: str, end: str) -> None:
-    """Lay a cable from a host's namespace to the other one, where its end has this name."""
-    call("ip", "link", "add", "eth0", "netns", host, "type", "veth", "peer", "name", end, "netns", other)
 
 
 def _host(name: str, number: int) -> Host:

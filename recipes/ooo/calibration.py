@@ -50,7 +50,34 @@ def read_runs(path: Path) -> list[MeasuredRun]:
             f"{path} does not exist: measure it with `python -m retime.recipes experiment=ooo_fig10 "
             "hardware=emulated record=true`, or name another result with calibration=<path>"
         )
-    return [run for point in load(path).points for run in _runs(point)]
+    runs = []
+    for point in load(path).points:
+        cluster = point.facts.get("cluster", {})
+        if cluster.get("hosts", 1) < 2:
+            continue
+        costs = _costs(point)
+        for name in point.variants("step"):
+            try:
+                one = variant(name)
+            except ValueError:
+                continue  # a bound
+            k = cluster.get("k") if isinstance(one.k, str) else one.k
+            if one.priority or one.tuned_buckets or (one.k is not None and k is None):
+                continue
+            layer_bytes = int(point.settings.get("layer_bucket_mb", 25) * 2**20)
+            run = MeasuredRun(
+                name=" ".join([*(f"{key}={value}" for key, value in point.at.items()), name]),
+                costs=costs,
+                hosts=cluster["hosts"],
+                bits_per_s=cluster["rate_bits"] or cluster["tcp_bits"],
+                bucket_bytes=layer_bytes if one.layer_buckets else cluster["bucket_bytes"],
+                k=min(int(k or 0), len(costs)),
+                cross_iteration=one.k is not None and one.cross_iteration,
+                contended=point.at.get("compute") != "emulated",
+                step_ms=point.median(name, "step"),
+            )
+            runs.append(run)
+    return runs
 
 
 def calibrate(runs: Sequence[MeasuredRun]) -> tuple[Parameters, dict[str, float]]:
@@ -105,37 +132,6 @@ def simulated_ms(run: MeasuredRun, parameters: Parameters) -> float:
 
 def _loss(runs: Sequence[MeasuredRun], parameters: Parameters) -> float:
     return statistics.fmean(math.log(simulated_ms(run, parameters) / run.step_ms) ** 2 for run in runs)
-
-
-def _runs(point: Point) -> list[MeasuredRun]:
-    cluster = point.facts.get("cluster", {})
-    if cluster.get("hosts", 1) < 2:
-        return []
-    costs = _costs(point)
-    runs = []
-    for name in point.variants("step"):
-        try:
-            one = variant(name)
-        except ValueError:
-            continue  # a bound
-        k = cluster.get("k") if isinstance(one.k, str) else one.k
-        if one.priority or one.tuned_buckets or (one.k is not None and k is None):
-            continue
-        layer_bytes = int(point.settings.get("layer_bucket_mb", 25) * 2**20)
-        runs.append(
-            MeasuredRun(
-                name=" ".join([*(f"{key}={value}" for key, value in point.at.items()), name]),
-                costs=costs,
-                hosts=cluster["hosts"],
-                bits_per_s=cluster["rate_bits"] or cluster["tcp_bits"],
-                bucket_bytes=layer_bytes if one.layer_buckets else cluster["bucket_bytes"],
-                k=min(int(k or 0), len(costs)),
-                cross_iteration=one.k is not None and one.cross_iteration,
-                contended=point.at.get("compute") != "emulated",
-                step_ms=point.median(name, "step"),
-            )
-        )
-    return runs
 
 
 def _costs(point: Point) -> tuple[LayerCost, ...]:

@@ -138,27 +138,23 @@ class Sweep(OnRanks):
         return self.compare_variants(replace(settings, variants=variants), tick)
 
     def compare(self, result: Result) -> list[Comparison]:
-        lines = []
-        for point in result.points:
-            best = best_fixed(point)
-            if best is None:
-                continue
-            wanted = Target(f"best k of the sweep ({best}) over ddp", "x", 1.25)
-            lines.append(Comparison(wanted, ratio(point, "ddp", best), _peer_note(point, best)))
-            if point.has("ooo_tuned", "step"):
-                auto = f"auto k={point.facts['cluster']['k']}"
-                lines.append(Comparison(target("sweep-search"), within_best(point), auto))
+        (point,) = result.points
+        best = str(best_fixed(point))
+        wanted = Target(f"best k of the sweep ({best}) over ddp", "x", 1.25)
+        lines = [Comparison(wanted, ratio(point, "ddp", best), _peer_note(point, best))]
+        if point.has("ooo_tuned", "step"):
+            auto = f"auto k={point.facts['cluster']['k']}"
+            lines.append(Comparison(target("sweep-search"), within_best(point), auto))
         return lines
 
     def notes(self, result: Result) -> list[str]:
-        lines = []
-        for point in result.points:
-            speeds = {k: 1 / point.median(name, "step") for k, name in fixed(point).items()}
-            if len(speeds) > 2:
-                breaks = concavity_breaks(speeds)
-                remark = f"but at {breaks} of {len(speeds)} k" if breaks else "as the paper's search assumes"
-                lines.append(f"- throughput over k rises to one top and falls after it, {remark}")
-            lines += bound_notes(point, "sweep")
+        (point,) = result.points
+        lines = bound_notes(point, "sweep")
+        speeds = {k: 1 / point.median(name, "step") for k, name in fixed(point).items()}
+        if len(speeds) > 2:
+            breaks = concavity_breaks(speeds)
+            remark = f"but at {breaks} of {len(speeds)} k" if breaks else "as the paper's search assumes"
+            lines.insert(0, f"- throughput over k rises to one top and falls after it, {remark}")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
