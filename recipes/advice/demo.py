@@ -220,19 +220,15 @@ class _Case:
     def _equality(self, weights: Any) -> dict[str, Any]:
         if np.array_equal(self._weights, weights):
             return {"weights": IDENTICAL}
-        difference, rounding = _apart(self._weights, weights), self._rounding_of(self._base_method)
+        plain = self._variant(self._base_method)
+        if plain not in self._rounding:  # by how much weights differ with the samples of its batches in reverse order
+            limit = self._limit()
+            with closing(self._start(self._base_method, limit, reverse=True)) as other:
+                answer = other.steps(limit, self._settings.steps - FIRST_STEPS, weights=True)
+            self._rounding[plain] = _apart(self._weights, answer["weights"])
+        difference, rounding = _apart(self._weights, weights), self._rounding[plain]
         is_close = difference <= TOLERANCE * rounding
         return {"weights": CLOSE if is_close else DIFFERENT, "difference": difference, "rounding": rounding}
-
-    def _rounding_of(self, method: Method) -> float:
-        """Distance between the plain training's weights and those with the samples of its batches in reverse order."""
-        name = self._variant(method)
-        if name not in self._rounding:
-            limit = self._limit()
-            with closing(self._start(method, limit, reverse=True)) as other:
-                answer = other.steps(limit, self._settings.steps - FIRST_STEPS, weights=True)
-            self._rounding[name] = _apart(self._weights, answer["weights"])
-        return self._rounding[name]
 
     def _base_of(self, method: Method) -> Running:
         """The plain training, on as many ranks; started if it is not there, but not a second time if that failed."""
@@ -358,8 +354,7 @@ def _short(variant: str) -> str:
     return variant.rpartition(": ")[2]
 
 
-def _line(*cells: str) -> str:
-    name, step, speed, verdict, peak, weights = cells
+def _line(name: str, step: str, speed: str, verdict: str, peak: str, weights: str) -> str:
     return f"{name:<29}{step:>8}{speed:>6} {verdict:<9}{peak:>9}  {weights}".rstrip()
 
 

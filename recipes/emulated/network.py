@@ -97,8 +97,7 @@ def emulated_network(hosts: int, bits_per_second: float | None) -> Iterator[Netw
         ValueError: hosts out of range.
     """
     check_hosts(hosts)
-    reason = unavailable()
-    if reason:
+    if reason := unavailable():
         raise ClusterUnavailable(f"hardware=emulated: {reason}. hardware=cpu runs the ranks unshaped on loopback")
     remove_stale()
     prefix = new_prefix()

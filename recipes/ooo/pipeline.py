@@ -72,7 +72,16 @@ class PipelineTargets(CaseRecipe[PipelineSettings], StepsOnRanks):
     def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = of_case(settings, at["case"])
         request = {**asdict(case), "do": "sleeping"}
-        with _network(case) as network:
+        links: AbstractContextManager[Network]
+        if case.rate is None:
+            links = nullcontext(loopback(case.ranks))
+        elif reason := emulated.unavailable():
+            raise emulated.ClusterUnavailable(
+                f"rate={case.rate} shapes links: {reason}. Leave out the cases that have a rate"
+            )
+        else:
+            links = emulated_network(case.ranks, parse_rate(case.rate))
+        with links as network:
             answers = run_ranks(network, serve, request, timeout_s=case.timeout_s, progress=tick)
         hop_ms = max(one["hop_ms"] for one in answers)
         beside_ms = median(one["beside_ms"] for one in answers)
@@ -150,16 +159,6 @@ def slowest_steps(answers: list[dict[str, Any]], variants: Iterable[str]) -> lis
     """The slowest rank's steps, by variant."""
     rounds = {name: zip(*(one["ms"][name] for one in answers), strict=True) for name in variants}
     return [Row(name, STEP, "ms", [round(max(ms), 3) for ms in by_rank]) for name, by_rank in rounds.items()]
-
-
-def _network(case: PipelineSettings) -> AbstractContextManager[Network]:
-    if case.rate is None:
-        return nullcontext(loopback(case.ranks))
-    if reason := emulated.unavailable():
-        raise emulated.ClusterUnavailable(
-            f"rate={case.rate} shapes links: {reason}. Leave out the cases that have a rate"
-        )
-    return emulated_network(case.ranks, parse_rate(case.rate))
 
 
 def simulated_ms(case: PipelineSettings, variant: str, hop_ms: float, beside_ms: float = 0.0) -> float:

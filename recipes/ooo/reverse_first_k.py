@@ -240,8 +240,18 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
                 note = "; ".join(filter(None, (_peer_note(points[case], ours), allows)))
                 wanted = Target(f"{case}: out of order over Lightning's ddp", "x", least)
                 lines.append(Comparison(wanted, ratio(points[case], "ddp", ours) if ours else None, note))
-        if "mlp" in points:
-            lines += _mlp(points["mlp"])
+        mlp = points.get("mlp")
+        if mlp is not None:
+            ours, plain, best = best_of_ours(mlp), on_ranks.bound_fraction(mlp, "ddp"), best_fixed(mlp)
+            if ours:
+                note = f"ddp {plain.median:.2f}" if plain else ""
+                lines.append(Comparison(target("bound"), on_ranks.bound_fraction(mlp, ours), note))
+            if best and mlp.has("ooo_tuned", "step"):
+                among = ", ".join(str(k) for k in fixed(mlp))
+                note = f"auto k={mlp.facts['cluster']['k']}, best {best} of k={among}; ooo_ksweep has the full sweep"
+                lines.append(Comparison(target("search"), within_best(mlp), note))
+            if (steps := mlp.facts.get("search", {}).get("steps")) is not None:
+                lines.append(Comparison(target("search-steps"), spread([float(steps)])))
         # by case, whether all variants end with the weights of ddp
         same = {
             case: {*point.variants("step")} - {*BOUNDS} <= {*point.facts[IDENTICAL].split(", ")}
@@ -252,7 +262,7 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
             cases = ", ".join(case.removeprefix("identical_") for case in same)
             lines.append(Comparison(target("identical"), spread([100.0 * sum(same.values()) / len(same)]), cases))
         if "memory" in points:
-            lines += _memory(points["memory"], points.get("mlp"))
+            lines += _memory(points["memory"], mlp)
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -309,23 +319,6 @@ def _draw_parts(axes: Any, points: list[Point]) -> None:
         axes.plot([end - milliseconds, end], [place + 0.4] * 2, color="black", linewidth=2.5)
     axes.plot([], [], color="black", linewidth=2.5, label="core idle")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
-
-
-def _mlp(point: Point) -> list[Comparison]:
-    """The rows of the table that the first case answers besides its speed."""
-    ours = best_of_ours(point)
-    plain, lines = on_ranks.bound_fraction(point, "ddp"), []
-    if ours:
-        note = f"ddp {plain.median:.2f}" if plain else ""
-        lines.append(Comparison(target("bound"), on_ranks.bound_fraction(point, ours), note))
-    best = best_fixed(point)
-    if best and point.has("ooo_tuned", "step"):
-        among = ", ".join(str(k) for k in fixed(point))
-        note = f"auto k={point.facts['cluster']['k']}, best {best} of k={among}; ooo_ksweep has the full sweep"
-        lines.append(Comparison(target("search"), within_best(point), note))
-    if (steps := point.facts.get("search", {}).get("steps")) is not None:
-        lines.append(Comparison(target("search-steps"), spread([float(steps)])))
-    return lines
 
 
 def _memory(point: Point, timed: Point | None) -> list[Comparison]:

@@ -32,7 +32,7 @@ import gc
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -167,7 +167,20 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 off = point.speedup(same, f"{one_step.TAKEN_OFF}, {threads}", TURNED)
                 note = f"{_case(point)}, over {same}; {verdict(off, NOT_SLOWER)}"
                 lines.append(Comparison(Target(TAKEN_OFF, "x", NOT_SLOWER), off, note))
-        return [*lines, *_papers(result)]
+        for published in (claim(f"figure-7-{network}") for network in ("mobilenet", "densenet", "resnet")):
+            network = published.what.partition(",")[0]
+            for point in result.points:
+                over = best_gain(point, PLAIN)[2]
+                if over is not None and point.at["case"].startswith(network):
+                    here = "a CPU" if _is_on_cpu(point) else "over the plain step"
+                    note = f"the paper's: a V100, over XLA, kernels issued ahead; here {here}, {_case(point)}"
+                    lines.append(Comparison(published, over, note))
+        for point in filter(_is_looked_at, result.points):
+            if more := percent_more(point, TWO_STREAMS, PLAIN, ALIVE):
+                kept = "holds" if more.median <= claim("figure-9-peak").value else "does not hold"
+                mib = amount(point.median(TWO_STREAMS, ALIVE) - point.median(PLAIN, ALIVE), "MiB")
+                lines.append(Comparison(claim("figure-9-peak"), more, f"{point.at['case']}: {mib} more; {kept}"))
+        return lines
 
     def notes(self, result: Result) -> list[str]:
         lines = [ON_CPU if _is_on_cpu(result.points[0]) else ON_DEVICE]
@@ -296,23 +309,6 @@ def _look(
         except WorkerError as error:
             facts["missing"][ALIVE] = str(error)
     return rows
-
-
-def _papers(result: Result) -> Iterator[Comparison]:
-    """The paper's numbers, of speed and of memory."""
-    for published in (claim(f"figure-7-{network}") for network in ("mobilenet", "densenet", "resnet")):
-        network = published.what.partition(",")[0]
-        for point in result.points:
-            over = best_gain(point, PLAIN)[2]
-            if over is not None and point.at["case"].startswith(network):
-                here = "a CPU" if _is_on_cpu(point) else "over the plain step"
-                note = f"the paper's: a V100, over XLA, kernels issued ahead; here {here}, {_case(point)}"
-                yield Comparison(published, over, note)
-    for point in filter(_is_looked_at, result.points):
-        if more := percent_more(point, TWO_STREAMS, PLAIN, ALIVE):
-            kept = "holds" if more.median <= claim("figure-9-peak").value else "does not hold"
-            mib = amount(point.median(TWO_STREAMS, ALIVE) - point.median(PLAIN, ALIVE), "MiB")
-            yield Comparison(claim("figure-9-peak"), more, f"{point.at['case']}: {mib} more; {kept}")
 
 
 def _case(point: Point) -> str:
