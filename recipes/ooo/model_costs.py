@@ -86,22 +86,18 @@ def layer_costs(operations: Sequence[Operations], gpu: Gpu, batch_size: int) -> 
     A kernel takes as long as its arithmetic or its memory traffic at the GPU's efficiency, whichever is longer. Output
     and weight gradient of a convolution or linear layer each take the MACs of its forward pass.
     """
-    layers: list[list[Operations]] = []
-    for operation in operations:
-        if operation.has_kernel or not layers:
-            layers.append([])
-        layers[-1].append(operation)
-    costs = []
-    for layer in layers:
-        forward_ms = output_ms = weight_ms = 0.0
-        for o in layer:
-            numbers = (o.numbers_in + o.numbers_out) * batch_size
-            macs = o.macs * batch_size
-            forward_ms += kernel_ms(gpu, macs, numbers + o.parameters)
-            output_ms += kernel_ms(gpu, macs, OUTPUT_GRADIENT_TRAFFIC * numbers + o.parameters)
-            if o.has_kernel:
-                weight_ms += kernel_ms(gpu, macs, numbers + o.parameters)
-        costs.append(LayerCost(forward_ms, output_ms, weight_ms, BYTES * sum(o.parameters for o in layer)))
+    costs: list[LayerCost] = []
+    for o in operations:
+        if o.has_kernel or not costs:
+            costs.append(LayerCost(0.0, 0.0, 0.0, 0))
+        numbers, macs, layer = (o.numbers_in + o.numbers_out) * batch_size, o.macs * batch_size, costs[-1]
+        forward_ms = kernel_ms(gpu, macs, numbers + o.parameters)
+        costs[-1] = LayerCost(
+            layer.forward_ms + forward_ms,
+            layer.output_gradient_ms + kernel_ms(gpu, macs, OUTPUT_GRADIENT_TRAFFIC * numbers + o.parameters),
+            layer.weight_gradient_ms + (forward_ms if o.has_kernel else 0.0),
+            layer.size_bytes + BYTES * o.parameters,
+        )
     return costs
 
 

@@ -278,47 +278,36 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
         ours_ms = {point.at["case"]: point.median(name, "step") for point in points if (name := best_of_ours(point))}
         points.sort(key=lambda p: p.median("ddp", "step") / ours_ms.get(p.at["case"], float("inf")), reverse=True)
         height = 1.5 + 1.2 * max(3, len(points))
-        drawing, (speeds, parts) = charts.panels(titled(result, "by gain"), 2, width=16, height=height)
-        _draw_speeds(speeds, points)
-        _draw_parts(parts, points)
+        drawing, (left, right) = charts.panels(titled(result, "by gain"), 2, width=16, height=height)
+        names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
+        charts.beside(left, [(label(name), [ratio(p, "ddp", name) for p in points]) for name in names], 0.17)
+        # right: where a step goes, by StepTimeline, and the idle part of the core's time as a line below each bar
+        places, bars, idle = [], {}, []
+        for place, point in enumerate(points):
+            case, rate = point.at["case"], point.facts["cluster"]["rate_bits"]
+            places.append(f"{case}\n{rate / 1e9:.2g} Gbit/s" if rate else f"{case}\nno limit")
+            if (least := paper("ooo").targets["speed"].get(case)) is not None:
+                left.hlines(least, place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
+            if ceiling := on_ranks.busy_ceiling(point):
+                left.hlines(ceiling.median, place - 0.4, place + 0.4, color="black", linewidth=1, linestyle=":")
+            for name in (name for name in SHOWN if point.has(name, PARTS[0])):
+                parts = {part: point.median(name, part) for part in PARTS if point.has(name, part)}
+                parts["backward"] -= parts.get("communication exposed", 0.0)
+                bars[f"{case}: {label(name)}"] = parts
+                idle.append(point.median(name, IDLE))
+        left.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
+        left.plot([], [], color="black", linewidth=1, linestyle=":", label="ceiling: ddp's step without its idle time")
+        charts.even_line(left, "Lightning's ddp")
+        left.set_xticks(range(len(points)), places)
+        left.set_ylabel("steps per second against ddp (x)")
+        charts.stacked_bars(right, bars, "ms of a step, one more fit with StepTimeline")
+        for place, (bar, milliseconds) in enumerate(zip(bars.values(), idle, strict=True)):
+            end = sum(bar.values())
+            right.plot([end - milliseconds, end], [place + 0.4] * 2, color="black", linewidth=2.5)
+        right.plot([], [], color="black", linewidth=2.5, label="core idle")
+        for axes in (left, right):
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
         charts.save(drawing, path)
-
-
-def _draw_speeds(axes: Any, points: list[Point]) -> None:
-    names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
-    charts.beside(axes, [(label(name), [ratio(p, "ddp", name) for p in points]) for name in names], 0.17)
-    for place, point in enumerate(points):
-        if (least := paper("ooo").targets["speed"].get(point.at["case"])) is not None:
-            axes.hlines(least, place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
-        if ceiling := on_ranks.busy_ceiling(point):
-            axes.hlines(ceiling.median, place - 0.4, place + 0.4, color="black", linewidth=1, linestyle=":")
-    axes.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
-    axes.plot([], [], color="black", linewidth=1, linestyle=":", label="ceiling: ddp's step without its idle time")
-    charts.even_line(axes, "Lightning's ddp")
-    rates = [point.facts["cluster"]["rate_bits"] for point in points]
-    limits = [f"{rate / 1e9:.2g} Gbit/s" if rate else "no limit" for rate in rates]
-    axes.set_xticks(range(len(points)), [f"{p.at['case']}\n{limit}" for p, limit in zip(points, limits, strict=True)])
-    axes.set_ylabel("steps per second against ddp (x)")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
-
-
-def _draw_parts(axes: Any, points: list[Point]) -> None:
-    """Draw where a step goes, by StepTimeline, with the idle part of the core's time as a line below each bar."""
-    bars, idle = {}, []
-    for point in points:
-        for name in SHOWN:
-            if not point.has(name, PARTS[0]):
-                continue
-            parts = {part: point.median(name, part) for part in PARTS if point.has(name, part)}
-            parts["backward"] -= parts.get("communication exposed", 0.0)
-            bars[f"{point.at['case']}: {label(name)}"] = parts
-            idle.append(point.median(name, IDLE))
-    charts.stacked_bars(axes, bars, "ms of a step, one more fit with StepTimeline")
-    for place, (bar, milliseconds) in enumerate(zip(bars.values(), idle, strict=True)):
-        end = sum(bar.values())
-        axes.plot([end - milliseconds, end], [place + 0.4] * 2, color="black", linewidth=2.5)
-    axes.plot([], [], color="black", linewidth=2.5, label="core idle")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
 
 
 def _memory(point: Point, timed: Point | None) -> list[Comparison]:
