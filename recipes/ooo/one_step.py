@@ -166,72 +166,76 @@ def middle_step(case: Case, seed: int, threads: int, forward: int = 0, **which: 
     return next(step for step in steps if step["ms"] == middle)
 
 
-def peak_bytes(case: Case, seed: int, threads: int, **which: Any) -> int:
-    """Return the most bytes alive in tensors of 16 KiB and more, oneDNN's scratch with them, over steps of training.
-
-    Raises:
-        RuntimeError: there is no pool here, which counts them.
-    """
-    pool = MemoryPool()
-    if not pool.install():
-        raise RuntimeError(pool.why_not)
-    gc.collect()
-    before = pool.counts().live
-    loop = Loop(case, seed, threads, **which)
-    for number in range(2 * WARM_UP_STEPS):
-        if number == WARM_UP_STEPS:
-            pool.reset_peaks()
-        loop.step()
-    loop.close()
-    peak = pool.counts().peak_live - before
-    pool.remove()
-    return peak
-
-
-def both(case: Case, seed: int, plain: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
-    """Return a step of either kind, by arguments of :func:`middle_step`, as facts of a point; boxes are short text."""
-    facts: dict[str, Any] = {BUSY: {}}
-    for name, which in (("plain", plain), ("two streams", two)):
-        step = middle_step(case, seed, two=which is two, **which)
-        facts[f"{BOXES}, {name}"] = [";".join(map(str, box)) for box in step.pop("boxes")]
-        facts[BUSY][name] = step
-    return facts
-
-
 def label(kind: str, threads: int) -> str:
     """Return the name of a variant whose kernels have so many threads."""
     return f"{kind}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def in_turns(case: Case, seed: int, rounds: int, two: dict[str, Any], first: int) -> dict[str, list[float]]:
-    """Return milliseconds of a step, a value a round: plain, on two streams, and with two streams taken off again.
+class BareLoops:
+    """Bare loops in a process of their own: the first request says what is trained, each further one what to do."""
 
-    All are in one process, so that they share a heap and its pages: what processes differ by is not among them. Labels
-    end with the number of threads, as plain steps are tried with each; two streams have a single setting. Where these
-    fuse updates, there are plain steps with and without fusion, and those from which they were taken off have it.
+    def begin(self, request: dict[str, Any]) -> None:
+        """Take what is trained from this request."""
+        self._case, self._seed = request["case"], request["seed"]
 
-    Args:
-        two: that setting, as of :func:`middle_step`.
-        first: which of the loops is made first, as a later one has other places in the heap.
-    """
-    threads, fuses = two["threads"], bool(case.get("fuse_updates"))
-    on_two = partial(Loop, case, seed, threads, two=True, layers=two["layers"])
-    kinds = {PLAIN: partial(Loop, case, seed, threads, two=False), TAKEN_OFF: on_two, TWO_STREAMS: on_two}
-    kinds |= {FUSED: partial(Loop, case, seed, threads, two=False, fused=True)} if fuses else {}
-    names = list(kinds)
-    loops: dict[str, Loop] = {}
-    for number in range(first, first + len(names)):
-        name = names[number % len(names)]
-        loops[name] = kinds[name]()
-        loops[name].warm_up(two["forward"] or threads if name == TWO_STREAMS else 0)
-    loops[TAKEN_OFF].two._take_off()
-    blocks = {TWO_STREAMS: partial(loops[TWO_STREAMS].turn_ms, two["forward"] or threads)}
-    for number in range(1, threads + 1):
-        blocks |= {label(one, number): partial(loops[one].turn_ms, number) for one in names if one != TWO_STREAMS}
-    turns = interleave(blocks, rounds)
-    for loop in loops.values():
+    def both_steps(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return a plain step and one on two streams as facts, by arguments of :func:`middle_step`; boxes are text."""
+        facts: dict[str, Any] = {BUSY: {}}
+        for name in (PLAIN, TWO_STREAMS):
+            step = middle_step(self._case, self._seed, two=name == TWO_STREAMS, **request[name])
+            facts[f"{BOXES}, {name}"] = [";".join(map(str, box)) for box in step.pop("boxes")]
+            facts[BUSY][name] = step
+        return facts
+
+    def peak_bytes(self, request: dict[str, Any]) -> int:
+        """Return the most bytes alive in tensors of 16 KiB and more, oneDNN's scratch with them, over steps of a loop.
+
+        Raises:
+            RuntimeError: there is no pool here, which counts them.
+        """
+        pool = MemoryPool()
+        if not pool.install():
+            raise RuntimeError(pool.why_not)
+        gc.collect()
+        before = pool.counts().live
+        loop = Loop(self._case, self._seed, **request["which"])
+        for number in range(2 * WARM_UP_STEPS):
+            if number == WARM_UP_STEPS:
+                pool.reset_peaks()
+            loop.step()
         loop.close()
-    return turns
+        peak = pool.counts().peak_live - before
+        pool.remove()
+        return peak
+
+    def turns(self, request: dict[str, Any]) -> dict[str, list[float]]:
+        """Return milliseconds of a step, a value a round: plain, on two streams, and with two streams taken off again.
+
+        All are in one process, so that they share a heap and its pages: what processes differ by is not among them.
+        Labels end with the number of threads, as plain steps are tried with each; two streams have a single setting,
+        `two`, as of :func:`middle_step`. Where these fuse updates, there are plain steps with and without fusion, and
+        those from which they were taken off have it. `first` is the number of the loop that is made first, as a later
+        one has other places in the heap.
+        """
+        two, first, fuses = request["two"], request["first"], bool(self._case.get("fuse_updates"))
+        threads, loop_of = two["threads"], partial(Loop, self._case, self._seed, two["threads"])
+        on_two = partial(loop_of, two=True, layers=two["layers"])
+        kinds = {PLAIN: partial(loop_of, two=False), TAKEN_OFF: on_two, TWO_STREAMS: on_two}
+        kinds |= {FUSED: partial(loop_of, two=False, fused=True)} if fuses else {}
+        names = list(kinds)
+        loops: dict[str, Loop] = {}
+        for number in range(first, first + len(names)):
+            name = names[number % len(names)]
+            loops[name] = kinds[name]()
+            loops[name].warm_up(two["forward"] or threads if name == TWO_STREAMS else 0)
+        loops[TAKEN_OFF].two._take_off()
+        blocks = {TWO_STREAMS: partial(loops[TWO_STREAMS].turn_ms, two["forward"] or threads)}
+        for number in range(1, threads + 1):
+            blocks |= {label(one, number): partial(loops[one].turn_ms, number) for one in names if one != TWO_STREAMS}
+        turns = interleave(blocks, request["rounds"])
+        for loop in loops.values():
+            loop.close()
+        return turns
 
 
 def draw(axes: Any, title: str, facts: dict[str, Any]) -> None:

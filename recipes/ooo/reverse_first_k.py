@@ -73,7 +73,7 @@ class Hosts(OnRanks):
 
     def notes(self, result: Result) -> list[str]:
         lines = []
-        for point in sorted(result.points, key=_order):
+        for point in sorted(result.points, key=lambda point: (point.at["compute"], point.at["hosts"])):
             lines += bound_notes(point, f"{point.at['compute']} computation")
             ours = best_of_ours(point)
             peers = [name for name in point.variants("step") if name not in (*BOUNDS, ours)]
@@ -94,7 +94,7 @@ class Hosts(OnRanks):
         kinds = [kind for kind in (REAL, EMULATED) if any(point.at["compute"] == kind for point in result.points)]
         drawing, panels = charts.one_or_panels(titled(result), len(kinds), sharey=True)
         for axes, kind in zip(panels, kinds, strict=True):
-            points = sorted((point for point in result.points if point.at["compute"] == kind), key=_order)
+            points = sorted((p for p in result.points if p.at["compute"] == kind), key=lambda p: int(p.at["hosts"]))
             names = dict.fromkeys(name for point in points for name in point.variants("step") if name not in BOUNDS)
             hosts = [point.at["hosts"] for point in points]
             for index, name in enumerate(names):
@@ -115,10 +115,6 @@ def throughput(point: Point, step_ms: list[float]) -> Spread:
     """Samples per second of all hosts together."""
     samples = 1e3 * point.facts["cluster"]["batch_size"] * point.facts["cluster"]["hosts"]
     return spread([samples / value for value in step_ms])
-
-
-def _order(point: Point) -> tuple[str, int]:
-    return (point.at["compute"], point.at["hosts"])
 
 
 class Sweep(OnRanks):

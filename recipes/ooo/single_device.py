@@ -377,25 +377,8 @@ def verdict(over: Spread, wanted: float) -> str:
     return words[inside(over, wanted, math.inf)]
 
 
-class Server:
-    """In a process of its own: the first request says what is trained, each further one what to do with it."""
-
-    def begin(self, request: dict[str, Any]) -> None:
-        """Take what is trained from this request."""
-        self._request = request
-        self._case, self._seed = request["case"], request["seed"]
-
-    def both_steps(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return one step of either kind."""
-        return one_step.both(self._case, self._seed, request[PLAIN], request[TWO_STREAMS])
-
-    def peak_bytes(self, request: dict[str, Any]) -> int:
-        """Return the most bytes alive in a plain step, or in one on two streams."""
-        return one_step.peak_bytes(self._case, self._seed, **request["which"])
-
-    def turns(self, request: dict[str, Any]) -> dict[str, list[float]]:
-        """Return what steps of bare loops take that have turns in this process."""
-        return one_step.in_turns(self._case, self._seed, request["rounds"], request["two"], request["first"])
+class Server(one_step.BareLoops):
+    """Fits of a Trainer too."""
 
     def compile(self, request: dict[str, Any]) -> float:
         """Return the seconds of compiling."""
@@ -415,9 +398,9 @@ class Server:
 
     def _compiled(self) -> tuple[Any, float]:
         """The model, compiled in a first step, and the seconds of that."""
-        case = self._request["case"]
+        case = self._case
         torch.compiler.reset()  # what an earlier fit has compiled is for another number of threads
-        step: Any = torch.compile(build_model(case["model"], CPU, self._request["seed"]))
+        step: Any = torch.compile(build_model(case["model"], CPU, self._seed))
         ((inputs, targets),) = build_batches(case["data"], case["batch_size"], 1)
         started = perf_counter()
         loss_of(step(inputs), targets).backward()  # type: ignore[no-untyped-call]
