@@ -167,8 +167,7 @@ class _Case:
     def everything(self, tick: Tick) -> None:
         """Measure all methods, those on one device first."""
         model = build_model(self._case["model"], CPU, self._settings.seed)
-        for module in (__name__, *{type(one).__module__ for one in model.modules()}):
-            workers.PRELOADED.append(module)
+        workers.PRELOADED.extend([__name__, *{type(one).__module__ for one in model.modules()}])
         data, optimizer = (self._case[key]["_target_"].rpartition(".")[2] for key in ("data", "optimizer"))
         samples = f"{self._case['batch_size']} of {data} a step"
         self._facts[self._name] = f"{parameter_count(model) / 1e6:.2g} M parameters, {samples}, {optimizer}"

@@ -150,14 +150,12 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 @contextlib.contextmanager
 def _terminated_by_exception() -> Iterator[None]:
     """Signals that would end this process at once raise SystemExit instead, unless somebody handles them already."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    is_main = threading.current_thread() is threading.main_thread()  # only there signals can be handled
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    ours = [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    ours = [number for number in _ENDING if is_main and signal.getsignal(number) == signal.SIG_DFL]
     for number in ours:
         signal.signal(number, end)
     try:

@@ -72,6 +72,7 @@ NOT_SLOWER, OVER_GRAPH = 0.99, 1.05
 TAKEN_OFF = "two streams taken off, over the plain step of their process"
 PEAKS = 3
 """How often bytes are counted."""
+COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class SingleDevice(CaseRecipe[SingleDeviceSettings]):
@@ -119,7 +120,8 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 workers: dict[str, Worker] = {}
                 with closing(workers):
                     for label, (_, environment) in everything.items():
-                        workers[label] = _worker(None, settings.timeout_s, environment, cache)
+                        variables = {**environment, COMPILER_CACHE: cache}
+                        workers[label] = Worker(Server, None, settings.timeout_s, environment=variables)
                         workers[label].tell(request)
                     for worker in workers.values():
                         worker.answer()
@@ -217,7 +219,18 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         )
         unused.remove()
         whole.set_subplotspec(whole.get_gridspec()[0, :])
-        _draw_gains(whole, result)
+        labels = sorted({label for point in result.points for label in gains(point)})
+        series = [(f"over plain, {_how(one)}", [gains(point).get(one) for point in result.points]) for one in labels]
+        for kind, words in ((COMPILED, "the best compiled step"), (GRAPH, "a CUDA graph alone")):
+            peers = [best_gain(point, kind)[2] for point in result.points]
+            series += [(f"over {words}", peers)] if any(peers) else []
+        turned = [gain and gain[1] for gain in map(kept_on, result.points)]
+        series += [("over plain, kept on in one process", turned)] if any(turned) else []
+        charts.beside(whole, series, 0.16)
+        charts.even_line(whole, "equally fast")
+        whole.set_xticks(range(len(result.points)), [p.at["case"] for p in result.points], rotation=25, ha="right")
+        whole.set_ylabel("steps per second of two streams\nagainst another step (x)")
+        whole.legend(fontsize=8)
         for axes, point in zip(panels, steps, strict=True):
             over = best_gain(point, PLAIN)[2]
             gain = "" if over is None else f": {amount(over.median, 'x')} in fits"
@@ -225,21 +238,6 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         if steps:
             charts.colour_legend(drawing, one_step.KINDS, title=one_step.LEGEND, title_fontsize=8)
         charts.save(drawing, path)
-
-
-def _draw_gains(axes: Any, result: Result) -> None:
-    labels = sorted({label for point in result.points for label in gains(point)})
-    series = [(f"over plain, {_how(one)}", [gains(point).get(one) for point in result.points]) for one in labels]
-    for kind, words in ((COMPILED, "the best compiled step"), (GRAPH, "a CUDA graph alone")):
-        over = [best_gain(point, kind)[2] for point in result.points]
-        series += [(f"over {words}", over)] if any(over) else []
-    turned = [gain and gain[1] for gain in map(kept_on, result.points)]
-    series += [("over plain, kept on in one process", turned)] if any(turned) else []
-    charts.beside(axes, series, 0.16)
-    charts.even_line(axes, "equally fast")
-    axes.set_xticks(range(len(result.points)), [p.at["case"] for p in result.points], rotation=25, ha="right")
-    axes.set_ylabel("steps per second of two streams\nagainst another step (x)")
-    axes.legend(fontsize=8)
 
 
 ON_CPU = (
@@ -263,22 +261,19 @@ def _is_on_cpu(point: Point) -> bool:
     return str(point.settings.get("hardware", {}).get("device", "cpu")) == "cpu"
 
 
-def _worker(request: dict[str, Any] | None, timeout_s: float, environment: dict[str, str], cache: str) -> Worker:
-    return Worker(Server, request, timeout_s, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": cache})
-
-
 def _compile(
     settings: SingleDeviceSettings, request: dict[str, Any], cache: str, threads: int, missing: dict[str, str]
 ) -> dict[str, tuple[int, float]]:
     """Compile for each number of threads, so that later processes find it done; the number and seconds, by label."""
     compiled: dict[str, tuple[int, float]] = {}
+    limit_s, environment = settings.compile_limit_s, {COMPILER_CACHE: cache}
     for number in range(1, threads + 1):
         label = one_step.label(COMPILED, number)
         try:
-            with contextlib.closing(_worker(request, settings.compile_limit_s, {}, cache)) as worker:
+            with contextlib.closing(Worker(Server, request, limit_s, environment=environment)) as worker:
                 compiled[label] = number, round(worker.ask({"do": "compile", "threads": number}), 2)
         except WorkerError as error:
-            took_long = f"compiling takes more than {settings.compile_limit_s:g} s (compile_limit_s)"
+            took_long = f"compiling takes more than {limit_s:g} s (compile_limit_s)"
             missing[label] = took_long if "no answer" in str(error) else str(error).strip().splitlines()[0]
     return compiled
 
