@@ -65,31 +65,27 @@ def run_ranks(
             )
             ranks[str(rank)] = worker
             worker.tell(request)
-        return _answers(list(ranks.values()), f"{server.__module__}", timeout_s)
-
-
-def _answers(ranks: list[Worker], module: str, timeout_s: float) -> list[Any]:
-    waiting = {worker.connection: rank for rank, worker in enumerate(ranks)}
-    answers: dict[int, Any] = {}
-    deadline, reason = time.monotonic() + timeout_s, ""
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for ready in wait(list(waiting), left):
-            rank = waiting[ready]  # type: ignore[index]
-            try:
-                if not ranks[rank].heard(0):
-                    continue
-                answers[rank] = ranks[rank].answered
-            except WorkerError as error:
-                if not reason:
-                    reason = f"rank {rank} of {len(ranks)} failed: {error}"
-                    deadline = time.monotonic() + _GRACE_SECONDS
-            del waiting[ready]  # type: ignore[arg-type]
-    if waiting and not reason:
-        reason = f"the ranks took longer than {timeout_s:.0f} s: use smaller sizes or fewer rounds"
-    if reason:
-        tails = [f"--- rank {rank}:\n{worker.printed()}" for rank, worker in enumerate(ranks)]
-        raise RankError("\n".join([f"{module}: {reason}", *tails]))
-    return [answers[rank] for rank in range(len(ranks))]
+        waiting = {worker.connection: rank for rank, worker in ranks.items()}
+        answers: dict[str, Any] = {}
+        deadline, reason = time.monotonic() + timeout_s, ""
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), left):
+                name = waiting[ready]  # type: ignore[index]
+                try:
+                    if not ranks[name].heard(0):
+                        continue
+                    answers[name] = ranks[name].answered
+                except WorkerError as error:
+                    if not reason:
+                        reason = f"rank {name} of {len(ranks)} failed: {error}"
+                        deadline = time.monotonic() + _GRACE_SECONDS
+                del waiting[ready]  # type: ignore[arg-type]
+        if waiting and not reason:
+            reason = f"the ranks took longer than {timeout_s:.0f} s: use smaller sizes or fewer rounds"
+        if reason:
+            tails = [f"--- rank {name}:\n{worker.printed()}" for name, worker in ranks.items()]
+            raise RankError("\n".join([f"{server.__module__}: {reason}", *tails]))
+        return [answers[name] for name in ranks]
 
 
 _LOST_SECONDS = 60.0

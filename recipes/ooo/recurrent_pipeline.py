@@ -64,18 +64,15 @@ class Cells:
         batches = self.micro_batches if name in (GPIPE, GPIPE_STATE_FIRST) else 1
         jobs = self.jobs(batches, split=name in (PAPERS1, PAPERS2))
         share = self.fixed + (1 - self.fixed) / batches
-        units = {job: self.weight(job) * share for job in jobs}
+        units = {}
+        for job in jobs:  # nobody needs the gradient of the first state
+            whole = self.independent if job.kind in "IV" else 2.0 if job.kind == "B" and job.cell > 1 else 1.0
+            units[job] = whole * share
         if name == ONE:
             return sum(units.values())
         rank_of = (modulo if name == PAPERS2 else block)(self.cells, self.ranks).rank_of
         ranks = {job: rank_of[job.cell - 1] for job in jobs}
         return makespan(jobs, units, ranks, self.ratio * share, _URGENCIES[name])
-
-    def weight(self, job: Job) -> float:
-        """Time of a task on the whole batch; nobody needs the gradient of the first state."""
-        if job.kind in "IV":
-            return self.independent
-        return 2.0 if job.kind == "B" and job.cell > 1 else 1.0
 
     def jobs(self, batches: int, *, split: bool) -> dict[Job, list[Job]]:
         """Each task with those that it needs, in the order in which a framework comes upon them."""
@@ -136,7 +133,7 @@ def makespan(
         message: units between a task's end and what needs it on another rank.
         urgency: the least comes first; of equals the one that was ready first.
     """
-    readers = defaultdict(list)
+    readers: defaultdict[Job, list[Job]] = defaultdict(list)
     for job, needs in jobs.items():
         for need in needs:
             readers[need].append(job)
