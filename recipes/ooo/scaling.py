@@ -158,8 +158,7 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
 
     def points(self, settings: SimulatedSettings) -> list[dict[str, Any]]:
         for name, options in (("clusters", list(SETTINGS)), ("networks", [PAPERS_NETWORK, CALIBRATED])):
-            unknown = sorted(set(getattr(settings, name)) - set(options))
-            if unknown:
+            if unknown := sorted(set(getattr(settings, name)) - set(options)):
                 raise ValueError(f"{name}={unknown}: there are {', '.join(options)}")
         measured = Path(settings.calibration).exists()
         return [at for at in super().points(settings) if at["network"] != CALIBRATED or measured]
