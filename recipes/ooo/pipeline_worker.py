@@ -57,6 +57,7 @@ def sleeping(request: dict[str, Any]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(request["seed"])
     samples, width = _SAMPLES * request["micro_batches"], request["message_kib"] * 1024 // (4 * _SAMPLES)
     batch = torch.randn(samples, width, generator=generator)
+    hop_ms, beside_ms = _hop_ms(_SAMPLES * width), _beside_ms(request["unit_ms"], batch)
     pipelines: dict[str, PipelineStep] = {}
     blocks = {}
     for variant in request["schedules"]:
@@ -73,7 +74,6 @@ def sleeping(request: dict[str, Any]) -> dict[str, Any]:
         train = partial(_pipelined, pipelines[variant], partial(_mean, model))
         train(batch)  # it runs whole
         blocks[variant] = partial(_block, train, model, batch, request["steps"])
-    hop_ms, beside_ms = _hop_ms(_SAMPLES * width), _beside_ms(request["unit_ms"], batch)
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
     tasks, stages, layers = {}, {}, {}
     for variant, pipeline in pipelines.items():
