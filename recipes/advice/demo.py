@@ -39,6 +39,9 @@ TOLERANCE = 100.0
 _MIB, _COLUMNS = 2**20, 80
 _COLOURS = {FASTER: "#009e73", SLOWER: "#d55e00"}
 
+Rows = dict[tuple[str, str], Row]
+"""By variant and quantity."""
+
 
 class Demo(Recipe[AdviceSettings]):
     """One point: `cases` name a model, its data and the methods that are shown on it."""
@@ -60,12 +63,12 @@ class Demo(Recipe[AdviceSettings]):
         return sum(len(case["methods"]) for case in settings.cases.values())
 
     def measure(self, settings: AdviceSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        rows: list[Row] = []
+        rows: Rows = {}
         facts: dict[str, Any] = {}
         for name, case in settings.cases.items():
             with closing(_Case(settings, name, case, rows, facts)) as measuring:
                 measuring.everything(tick)
-        return Measured(rows, facts)
+        return Measured([*rows.values()], facts)
 
     def show(self, result: Result, console: Console) -> None:
         (point,) = result.points
@@ -141,7 +144,7 @@ class _Case:
     """Measures the methods of one model; the plain training that they are compared with waits meanwhile."""
 
     def __init__(
-        self, settings: AdviceSettings, name: str, case: dict[str, Any], rows: list[Row], facts: dict[str, Any]
+        self, settings: AdviceSettings, name: str, case: dict[str, Any], rows: Rows, facts: dict[str, Any]
     ) -> None:
         self._settings, self._name, self._case, self._rows, self._facts = settings, name, case, rows, facts
         self._cores = len(os.sched_getaffinity(0))
@@ -164,15 +167,11 @@ class _Case:
     def everything(self, tick: Tick) -> None:
         """Measure all methods, those on one device first."""
         model = build_model(self._case["model"], CPU, self._settings.seed)
-        for module in (__name__, *{type(one).__module__ for one in model.modules()}):
-            workers.PRELOADED.append(module)
+        workers.PRELOADED.extend([__name__, *{type(one).__module__ for one in model.modules()}])
         data, optimizer = (self._case[key]["_target_"].rpartition(".")[2] for key in ("data", "optimizer"))
-        size, samples = (
-            f"{parameter_count(model) / 1e6:.2g} M parameters",
-            f"{self._case['batch_size']} of {data} a step",
-        )
-        self._facts[self._name] = f"{size}, {samples}, {optimizer}"
-        for name in sorted(self._case["methods"], key=lambda name: name in METHODS and METHODS[name].over_ddp):
+        samples = f"{self._case['batch_size']} of {data} a step"
+        self._facts[self._name] = f"{parameter_count(model) / 1e6:.2g} M parameters, {samples}, {optimizer}"
+        for name in sorted(self._case["methods"], key=lambda name: METHODS.get(name, PLAIN).over_ddp):
             fact = self._fact(name)
             self._facts[f"{self._name}: {name}"] = fact
             tick(f"{name}: {fact['verdict']}")
@@ -180,16 +179,16 @@ class _Case:
     def _fact(self, name: str) -> dict[str, Any]:
         """Facts on a method; its numbers go into the rows."""
         fact: dict[str, Any] = {"verdict": LEFT_OUT, "why": "", "over": "", "trainer": ""}
-        needs_ranks = name in METHODS and METHODS[name].ranks
-        if needs_ranks and self._cores < RANKS:
+        method = METHODS.get(name, PLAIN)
+        if method.ranks and self._cores < RANKS:
             return fact | {"why": f"it trains on {RANKS} ranks, and this process may use {self._cores} core"}
-        over_ddp = name in METHODS and METHODS[name].over_ddp
         try:
-            base = self._base_of(DDP if over_ddp else PLAIN)
+            base = self._base_of(DDP if method.over_ddp else PLAIN)
         except MethodError as error:
             self.close()
             return fact | {"why": f"the plain training does not run: {error}"}
-        method = METHODS[name] if name in METHODS else memory_budget(self._plain_bytes // 2)
+        if name == BUDGET:
+            method = memory_budget(self._plain_bytes // 2)
         fact |= {"over": self._variant(self._base_method), "trainer": method.trainer(RANKS, {})}
         try:
             return fact | self._compared(name, method, base)
@@ -220,19 +219,15 @@ class _Case:
     def _equality(self, weights: Any) -> dict[str, Any]:
         if np.array_equal(self._weights, weights):
             return {"weights": IDENTICAL}
-        difference, rounding = _apart(self._weights, weights), self._rounding_of(self._base_method)
+        plain = self._variant(self._base_method)
+        if plain not in self._rounding:  # by how much weights differ with the samples of its batches in reverse order
+            limit = self._limit()
+            with closing(self._start(self._base_method, limit, reverse=True)) as other:
+                answer = other.steps(limit, self._settings.steps - FIRST_STEPS, weights=True)
+            self._rounding[plain] = _apart(self._weights, answer["weights"])
+        difference, rounding = _apart(self._weights, weights), self._rounding[plain]
         is_close = difference <= TOLERANCE * rounding
         return {"weights": CLOSE if is_close else DIFFERENT, "difference": difference, "rounding": rounding}
-
-    def _rounding_of(self, method: Method) -> float:
-        """Distance between the plain training's weights and those with the samples of its batches in reverse order."""
-        name = self._variant(method)
-        if name not in self._rounding:
-            limit = self._limit()
-            with closing(self._start(method, limit, reverse=True)) as other:
-                answer = other.steps(limit, self._settings.steps - FIRST_STEPS, weights=True)
-            self._rounding[name] = _apart(self._weights, answer["weights"])
-        return self._rounding[name]
 
     def _base_of(self, method: Method) -> Running:
         """The plain training, on as many ranks; started if it is not there, but not a second time if that failed."""
@@ -280,11 +275,8 @@ class _Case:
 
     def _add(self, variant: str, quantity: str, unit: str, values: list[float]) -> None:
         """Rounds of a quantity, behind those that are there."""
-        there = next((row for row in self._rows if (row.variant, row.quantity) == (variant, quantity)), None)
-        if there is None:
-            self._rows.append(Row(variant, quantity, unit, []))
-            there = self._rows[-1]
-        there.values.extend(round(value, 5) for value in values)
+        row = self._rows.setdefault((variant, quantity), Row(variant, quantity, unit, []))
+        row.values.extend(round(value, 5) for value in values)
 
 
 def _apart(one: Any, other: Any) -> float:
@@ -361,8 +353,7 @@ def _short(variant: str) -> str:
     return variant.rpartition(": ")[2]
 
 
-def _line(*cells: str) -> str:
-    name, step, speed, verdict, peak, weights = cells
+def _line(name: str, step: str, speed: str, verdict: str, peak: str, weights: str) -> str:
     return f"{name:<29}{step:>8}{speed:>6} {verdict:<9}{peak:>9}  {weights}".rstrip()
 
 

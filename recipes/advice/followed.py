@@ -175,8 +175,7 @@ def _trained(case: dict[str, Any], settings: AdviceSettings, way: dict[str, Any]
     environment = environment_of("kept_heap", {}) if way["kept_heap"] else {}
     if way["ranks"]:
         ranks = loopback(2)
-        answers = run_ranks(ranks, serve, request, timeout_s=settings.timeout_s, started_with=environment)
-        return float(max(answers))
+        return float(max(run_ranks(ranks, serve, request, timeout_s=settings.timeout_s, started_with=environment)))
     with closing(Worker(serve, None, settings.timeout_s, environment=environment)) as worker:
         return float(worker.ask(request))
 
@@ -192,14 +191,7 @@ def serve(request: dict[str, Any]) -> float:
         for category in (NoEffectWarning, DifferenceWarning):
             warnings.simplefilter("ignore", category)
         model = build_model(case["model"], CPU, request["seed"])
-        flags = {"fused": True} if request["fused"] else {}
-        devices = 2 if way["ranks"] else 1
-        done = train(
-            Run(lambda: asked["strategy"], flags),
-            model,
-            batches,
-            case["optimizer"],
-            devices=devices,
-            callbacks=asked["callbacks"],
-        )
+        run = Run(lambda: asked["strategy"], {"fused": True} if request["fused"] else {})
+        more = {"devices": 2 if way["ranks"] else 1, "callbacks": asked["callbacks"]}
+        done = train(run, model, batches, case["optimizer"], **more)
     return statistics.median(done.step_ms[-request["steps"] :])

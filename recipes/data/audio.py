@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import wave
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -119,16 +120,15 @@ def read_clip(path: Path) -> Tensor:
     return samples
 
 
+@dataclass(eq=False, repr=False)
 class InstrumentClips(Dataset[Example]):
     """Clips read and transformed when asked for; see `irmas`."""
 
+    name: str
+    files: list[Path]
+    features: FeatureSet
     is_synthetic = False
     num_classes = len(INSTRUMENTS)
-
-    def __init__(self, name: str, files: list[Path], features: FeatureSet) -> None:
-        self.name = name
-        self.files = files
-        self.features = features
 
     def __len__(self) -> int:
         return len(self.files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ class Normalise:
         return (image.float() / 255 - self.mean) / self.std
 
 
+@dataclass(eq=False, repr=False)
 class ArrayData(Dataset[Example]):
     """``(input, target)`` pairs held in two tensors with one row an example.
 
@@ -38,23 +40,16 @@ class ArrayData(Dataset[Example]):
         ValueError: inputs and targets differ in length.
     """
 
-    def __init__(
-        self,
-        name: str,
-        inputs: Tensor,
-        targets: Tensor,
-        num_classes: int,
-        is_synthetic: bool = False,
-        normalise: Normalise | None = None,
-    ) -> None:
-        if len(inputs) != len(targets):
-            raise ValueError(f"{name}: {len(inputs)} inputs but {len(targets)} targets")
-        self.name = name
-        self.inputs = inputs
-        self.targets = targets
-        self.num_classes = num_classes
-        self.is_synthetic = is_synthetic
-        self.normalise = normalise
+    name: str
+    inputs: Tensor
+    targets: Tensor
+    num_classes: int
+    is_synthetic: bool = False
+    normalise: Normalise | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets):
+            raise ValueError(f"{self.name}: {len(self.inputs)} inputs but {len(self.targets)} targets")
 
     def __len__(self) -> int:
         return len(self.inputs)

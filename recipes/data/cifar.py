@@ -102,28 +102,19 @@ def read_file(path: Path, layout: Layout) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-def find_files(root: Path, names: list[str], layout: Layout) -> list[Path]:
-    """The files of one split in ``root`` or in one of the archives' folders below it, Python version first.
-
-    Raises:
-        FileNotFoundError: no place holds all of them.
-    """
-    for suffix in ("", ".bin"):
-        for folder in (root, *(root / each for each in layout.folders)):
-            paths = [folder / (name + suffix) for name in names]
-            if all(path.is_file() for path in paths):
-                return paths
-    raise FileNotFoundError(
-        f"{layout.name}: {str(root)!r} has neither {', '.join(names)} (Python version) nor the same names with .bin "
-        f"(binary version): pass the folder that the archive unpacked to ({' or '.join(layout.folders)})"
-    )
-
-
 def load(path: str | os.PathLike[str], split: str, layout: Layout) -> ArrayData:
-    """The split of the dataset that ``layout`` describes."""
+    """The split of the dataset that ``layout`` describes, from ``path`` or an archive's folder in it; pickled first."""
     check_split(split)
     root = existing_folder(path, layout.name, f"synthetic_images(num_classes={layout.num_classes}, image_size=32)")
-    parts = [read_file(file, layout) for file in find_files(root, layout.files[split], layout)]
+    folders, names = (root, *(root / each for each in layout.folders)), layout.files[split]
+    places = [[folder / (name + suffix) for name in names] for suffix in ("", ".bin") for folder in folders]
+    files = next((paths for paths in places if all(path.is_file() for path in paths)), None)
+    if files is None:
+        raise FileNotFoundError(
+            f"{layout.name}: {str(root)!r} has neither {', '.join(names)} (Python version) nor the same names with "
+            f".bin (binary version): pass the folder that the archive unpacked to ({' or '.join(layout.folders)})"
+        )
+    parts = [read_file(file, layout) for file in files]
     inputs = torch.cat([images for images, _ in parts]).view(-1, 3, 32, 32)
     targets = torch.cat([labels for _, labels in parts])
     return ArrayData(layout.name, inputs, targets, layout.num_classes, normalise=layout.normalise)

@@ -10,6 +10,7 @@ Legend: C channels or coefficients, H image height and width, T time steps or to
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -51,46 +52,32 @@ class SyntheticData(Dataset[Example]):
         return self.draw(Generator().manual_seed(crc32(f"{self.stream} {index % self.length}".encode())))
 
 
-class ClassShifted:
-    """Draws a class, and standard normal noise of ``shape`` plus the class's row of ``offsets``."""
-
-    def __init__(self, shape: tuple[int, ...], offsets: Tensor) -> None:
-        self.shape = shape
-        self.offsets = offsets
-
-    def __call__(self, generator: Generator) -> Example:
-        label = torch.randint(len(self.offsets), (), generator=generator)
-        return torch.randn(self.shape, generator=generator) + self.offsets[label], label
+def class_shifted(shape: tuple[int, ...], offsets: Tensor, generator: Generator) -> Example:
+    """Draw a class, and standard normal noise of ``shape`` plus the class's row of ``offsets``."""
+    label = torch.randint(len(offsets), (), generator=generator)
+    return torch.randn(shape, generator=generator) + offsets[label], label
 
 
-class Sentences:
-    """Draws T + 1 tokens of which each is its predecessor plus one or, one time in four, any token."""
-
-    def __init__(self, tokens: int, vocab_size: int) -> None:
-        self.tokens = tokens
-        self.vocab_size = vocab_size
-
-    def sentence(self, generator: Generator) -> Tensor:
-        """Token ids ``(T + 1,)``, int64."""
-        count = self.tokens + 1
-        steps = torch.randint(self.vocab_size, (count,), generator=generator)
-        steps[1:][torch.rand(count - 1, generator=generator) >= 0.25] = 1
-        return steps.cumsum(0) % self.vocab_size
-
-    def __call__(self, generator: Generator) -> Example:
-        sentence = self.sentence(generator)
-        return sentence[:-1], sentence[1:]
+def sentence(tokens: int, vocab_size: int, generator: Generator) -> Tensor:
+    """Draw ids ``(T + 1,)``, int64, of which each is its predecessor plus one or, one time in four, any token."""
+    steps = torch.randint(vocab_size, (tokens + 1,), generator=generator)
+    steps[1:][torch.rand(tokens, generator=generator) >= 0.25] = 1
+    return steps.cumsum(0) % vocab_size
 
 
-class Translations(Sentences):
-    """Draws a source sentence; its translation is the source backwards."""
+def next_tokens(tokens: int, vocab_size: int, generator: Generator) -> Example:
+    """Draw a sentence, and what comes behind each of its tokens."""
+    ids = sentence(tokens, vocab_size, generator)
+    return ids[:-1], ids[1:]
 
-    def __call__(self, generator: Generator) -> Example:
-        source = self.sentence(generator)[1:]
-        translation = source.flip(0)
-        # The decoder reads the translation shifted right behind token 0, which stands for the start of a sentence.
-        shifted = torch.cat([translation.new_zeros(1), translation[:-1]])
-        return torch.stack([source, shifted]), translation
+
+def translated(tokens: int, vocab_size: int, generator: Generator) -> Example:
+    """Draw a source sentence; its translation is the source backwards."""
+    source = sentence(tokens, vocab_size, generator)[1:]
+    translation = source.flip(0)
+    # The decoder reads the translation shifted right behind token 0, which stands for the start of a sentence.
+    shifted = torch.cat([translation.new_zeros(1), translation[:-1]])
+    return torch.stack([source, shifted]), translation
 
 
 def class_offsets(classes: int, features: int, seed: int) -> Tensor:
@@ -114,7 +101,7 @@ def synthetic_images(
         ValueError: unknown split or non-positive ``length``.
     """
     offsets = class_offsets(num_classes, channels, seed)[:, :, None, None]
-    draw = ClassShifted((channels, image_size, image_size), offsets)
+    draw = partial(class_shifted, (channels, image_size, image_size), offsets)
     name = f"images-{channels}x{image_size}x{image_size}-{num_classes}-classes"
     return SyntheticData(name, length, num_classes, draw, split, seed)
 
@@ -129,7 +116,8 @@ def synthetic_irmas(split: str = "train", features: str = "S", length: int = 670
     """
     shape = feature_set(features).shape
     offsets = class_offsets(len(INSTRUMENTS), shape[1], seed)[:, None, :]
-    return SyntheticData(f"irmas-{features}", length, len(INSTRUMENTS), ClassShifted(shape, offsets), split, seed)
+    draw = partial(class_shifted, shape, offsets)
+    return SyntheticData(f"irmas-{features}", length, len(INSTRUMENTS), draw, split, seed)
 
 
 def synthetic_tokens(
@@ -140,7 +128,8 @@ def synthetic_tokens(
     Raises:
         ValueError: unknown split or non-positive ``length``.
     """
-    return SyntheticData(f"tokens-{tokens}", length, vocab_size, Sentences(tokens, vocab_size), split, seed)
+    draw = partial(next_tokens, tokens, vocab_size)
+    return SyntheticData(f"tokens-{tokens}", length, vocab_size, draw, split, seed)
 
 
 def synthetic_translation(
@@ -154,7 +143,8 @@ def synthetic_translation(
     Raises:
         ValueError: unknown split or non-positive ``length``.
     """
-    return SyntheticData(f"translation-{tokens}", length, vocab_size, Translations(tokens, vocab_size), split, seed)
+    draw = partial(translated, tokens, vocab_size)
+    return SyntheticData(f"translation-{tokens}", length, vocab_size, draw, split, seed)
 
 
 def bitstreams(split: str = "train", steps: int = 1000, length: int = 32_000, seed: int = 0) -> ArrayData:

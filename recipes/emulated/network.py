@@ -97,8 +97,7 @@ def emulated_network(hosts: int, bits_per_second: float | None) -> Iterator[Netw
         ValueError: hosts out of range.
     """
     check_hosts(hosts)
-    reason = unavailable()
-    if reason:
+    if reason := unavailable():
         raise ClusterUnavailable(f"hardware=emulated: {reason}. hardware=cpu runs the ranks unshaped on loopback")
     remove_stale()
     prefix = new_prefix()
@@ -106,14 +105,20 @@ def emulated_network(hosts: int, bits_per_second: float | None) -> Iterator[Netw
     names = [f"{prefix}-h{number}" for number in range(hosts)]
     with _terminated_by_exception():
         try:
-            network = Network([], None, prefix=prefix)
+            for name in names:
+                call("ip", "netns", "add", name)
+            cable = ("type", "veth", "peer", "name")
             if hosts == _CABLE:
-                network.hosts += _join(*names)
+                call("ip", "link", "add", "eth0", "netns", names[0], *cable, "eth0", "netns", names[1])
             else:
                 call("ip", "netns", "add", switch)
                 call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
                 call("ip", "-n", switch, "link", "set", "bridge", "up")
-                network.hosts += [_plug_in(name, switch, number) for number, name in enumerate(names)]
+                for port, name in enumerate(names):
+                    call("ip", "link", "add", "eth0", "netns", name, *cable, f"port{port}", "netns", switch)
+                    for setting in (("addrgenmode", "none"), ("master", "bridge"), ("up",)):
+                        call("ip", "-n", switch, "link", "set", f"port{port}", *setting)
+            network = Network([_host(name, number) for number, name in enumerate(names)], None, prefix=prefix)
             network.shape(bits_per_second)
             yield network
         finally:
@@ -126,25 +131,6 @@ def check_hosts(hosts: int) -> None:
     """ValueError unless so many hosts can be emulated."""
     if not 1 <= hosts <= MOST_HOSTS:
         raise ValueError(f"hosts={hosts} is out of range: choose from 1 to {MOST_HOSTS}")
-
-
-def _join(first: str, second: str) -> list[Host]:
-    """Two hosts' namespaces with a cable between them."""
-    for name in (first, second):
-        call("ip", "netns", "add", name)
-    call("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
-    return [_host(name, number) for number, name in enumerate((first, second))]
-
-
-def _plug_in(name: str, switch: str, number: int) -> Host:
-    """A host's namespace with its cable to the switch."""
-    port = f"port{number}"
-    call("ip", "netns", "add", name)
-    call("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
-    call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none")
-    call("ip", "-n", switch, "link", "set", port, "master", "bridge")
-    call("ip", "-n", switch, "link", "set", port, "up")
-    return _host(name, number)
 
 
 def _host(name: str, number: int) -> Host:
@@ -164,14 +150,12 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 @contextlib.contextmanager
 def _terminated_by_exception() -> Iterator[None]:
     """Signals that would end this process at once raise SystemExit instead, unless somebody handles them already."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    is_main = threading.current_thread() is threading.main_thread()  # only there signals can be handled
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    ours = [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    ours = [number for number in _ENDING if is_main and signal.getsignal(number) == signal.SIG_DFL]
     for number in ours:
         signal.signal(number, end)
     try:
@@ -192,7 +176,7 @@ def _undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
-_NAME = re.compile(r"retime-(?P<pid>\d+)-(?P<born>\d+)-(?P<serial>\d+)-(?:switch|h\d+)")
+_NAME = re.compile(r"retime-\d+-\d+-\d+-(?:switch|h\d+)")
 _serials = itertools.count()
 
 
@@ -209,9 +193,12 @@ def existing() -> list[str]:
 
 def remove_stale() -> list[str]:
     """Remove the namespaces, and the processes in them, of processes that no longer run; returns their names."""
-    stale = [name for name in existing() if not _owner_runs(name)]
-    for name in stale:
-        remove(name)
+    stale = []
+    for name in existing():
+        _, pid, born, *_ = name.split("-")
+        if _born(int(pid)) != int(born):  # a process number is given out again, a number with its start time is not
+            remove(name)
+            stale.append(name)
     return stale
 
 
@@ -223,13 +210,6 @@ def remove(name: str) -> None:
                 os.kill(int(pid), signal.SIGKILL)
     with contextlib.suppress(CommandError):
         call("ip", "netns", "delete", name)
-
-
-def _owner_runs(name: str) -> bool:
-    match = _NAME.fullmatch(name)
-    assert match
-    # A process number is given out again, a number with its start time is not.
-    return _born(int(match["pid"])) == int(match["born"])
 
 
 def _born(pid: int) -> int | None:

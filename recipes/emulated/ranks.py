@@ -10,7 +10,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -66,31 +65,27 @@ def run_ranks(
             )
             ranks[str(rank)] = worker
             worker.tell(request)
-        return _answers(list(ranks.values()), f"{server.__module__}", timeout_s)
-
-
-def _answers(ranks: list[Worker], module: str, timeout_s: float) -> list[Any]:
-    waiting = {worker.connection: rank for rank, worker in enumerate(ranks)}
-    answers: dict[int, Any] = {}
-    deadline, reason = time.monotonic() + timeout_s, ""
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for ready in wait(list(waiting), left):
-            rank = waiting[ready]  # type: ignore[index]
-            try:
-                if not ranks[rank].heard(0):
-                    continue
-                answers[rank] = ranks[rank].answered
-            except WorkerError as error:
-                if not reason:
-                    reason = f"rank {rank} of {len(ranks)} failed: {error}"
-                    deadline = time.monotonic() + _GRACE_SECONDS
-            del waiting[ready]  # type: ignore[arg-type]
-    if waiting and not reason:
-        reason = f"the ranks took longer than {timeout_s:.0f} s: use smaller sizes or fewer rounds"
-    if reason:
-        tails = [f"--- rank {rank}:\n{worker.printed()}" for rank, worker in enumerate(ranks)]
-        raise RankError("\n".join([f"{module}: {reason}", *tails]))
-    return [answers[rank] for rank in range(len(ranks))]
+        waiting = {worker.connection: rank for rank, worker in ranks.items()}
+        answers: dict[str, Any] = {}
+        deadline, reason = time.monotonic() + timeout_s, ""
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), left):
+                name = waiting[ready]  # type: ignore[index]
+                try:
+                    if not ranks[name].heard(0):
+                        continue
+                    answers[name] = ranks[name].answered
+                except WorkerError as error:
+                    if not reason:
+                        reason = f"rank {name} of {len(ranks)} failed: {error}"
+                        deadline = time.monotonic() + _GRACE_SECONDS
+                del waiting[ready]  # type: ignore[arg-type]
+        if waiting and not reason:
+            reason = f"the ranks took longer than {timeout_s:.0f} s: use smaller sizes or fewer rounds"
+        if reason:
+            tails = [f"--- rank {name}:\n{worker.printed()}" for name, worker in ranks.items()]
+            raise RankError("\n".join([f"{server.__module__}: {reason}", *tails]))
+        return [answers[name] for name in ranks]
 
 
 _LOST_SECONDS = 60.0
@@ -128,22 +123,15 @@ def tell(text: str) -> None:
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Bandwidth:
+def measure_bandwidth(mib: int = 8, repeats: int = 3) -> dict[str, float | None]:
     """Bits per second of one link in one direction; None on a single host.
 
     `gloo_bits` counts what a ring all-reduce has to send, 2 (n-1)/n of the tensor, so it can be held against the rate.
+    Sends `mib` MiB `repeats` times each way, and takes the fastest: others use this machine's cores too.
     """
-
-    gloo_bits: float | None
-    tcp_bits: float | None
-
-
-def measure_bandwidth(mib: int = 8, repeats: int = 3) -> Bandwidth:
-    """Send `mib` MiB `repeats` times each way, and take the fastest: others use this machine's cores too."""
     if dist.get_world_size() == 1:
-        return Bandwidth(None, None)
-    return Bandwidth(_all_reduce_bits(mib, repeats), _tcp_bits(mib, repeats))
+        return {"gloo_bits": None, "tcp_bits": None}
+    return {"gloo_bits": _all_reduce_bits(mib, repeats), "tcp_bits": _tcp_bits(mib, repeats)}
 
 
 def sent_bytes(tensor_bytes: float, hosts: int) -> float:

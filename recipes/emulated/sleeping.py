@@ -9,7 +9,7 @@ autograd nodes, built-in ones with a hook each, so a schedule can run O now and 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -36,16 +36,13 @@ class SleepingLayer(nn.Module):
         time.sleep(self.forward_ms / 1e3)
         outputs = inputs.view_as(inputs)
         if outputs.requires_grad:
-            outputs.register_hook(_sleeping(self.output_ms))  # type: ignore[no-untyped-call]
+            outputs.register_hook(lambda gradient: time.sleep(self.output_ms / 1e3))  # type: ignore[no-untyped-call]
         if self.weight is None:
             return outputs
         weight = self.weight.view_as(self.weight)
         if weight.requires_grad:
-            weight.register_hook(_sleeping(self.weight_ms))  # type: ignore[no-untyped-call]
+            weight.register_hook(lambda gradient: time.sleep(self.weight_ms / 1e3))  # type: ignore[no-untyped-call]
         return outputs + weight[0]
-
-    def extra_repr(self) -> str:
-        return f"forward {self.forward_ms:.2f} ms, output {self.output_ms:.2f} ms, weight {self.weight_ms:.2f} ms"
 
 
 def sleeping_copy(layers: Sequence[LayerTimes]) -> nn.Sequential:
@@ -60,10 +57,3 @@ def sleeping_copy(layers: Sequence[LayerTimes]) -> nn.Sequential:
     return nn.Sequential(
         *(SleepingLayer(one.forward_ms, one.output_ms, one.weight_ms, one.bytes // 4) for one in merged)
     )
-
-
-def _sleeping(milliseconds: float) -> Callable[[Tensor], None]:
-    def sleep(gradient: Tensor) -> None:
-        time.sleep(milliseconds / 1e3)
-
-    return sleep

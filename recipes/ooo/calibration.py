@@ -17,73 +17,26 @@ _FIRST_BUCKET_BYTES = 2**20  # DistributedDataParallel's first bucket
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One variant's step on a number of hosts, and what the simulator is told about it.
+    """One variant's step on a number of hosts, and what the simulator is told about it."""
 
-    Args:
-        name: for reports.
-        costs: of the layers that have parameters; others count into the one before.
-        hosts: how many ranks, one a host.
-        bits_per_s: of each link.
-        bucket_bytes: of DistributedDataParallel.
-        k: deferred layers.
-        cross_iteration: whether the next forward pass waits for each layer's own bucket only.
-        contended: whether the processors that compute also move the data; not so where layers sleep.
-        step_ms: as measured.
-    """
-
-    name: str
-    costs: tuple[LayerCost, ...]
-    hosts: int
-    bits_per_s: float
-    bucket_bytes: int
-    k: int
-    cross_iteration: bool
-    contended: bool
-    step_ms: float
+    name: str  # for reports
+    costs: tuple[LayerCost, ...]  # of the layers that have parameters; others count into the one before
+    hosts: int  # how many ranks, one a host
+    bits_per_s: float  # of each link
+    bucket_bytes: int  # of DistributedDataParallel
+    k: int  # deferred layers
+    cross_iteration: bool  # whether the next forward pass waits for each layer's own bucket only
+    contended: bool  # whether the processors that compute also move the data; not so where layers sleep
+    step_ms: float  # as measured
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters that the measured steps decide.
+    """Parameters that the measured steps decide."""
 
-    Args:
-        share: of a link's rate that an all-reduce gets.
-        latency_ms: of one of its messages.
-        interference: share of the computation's speed lost while something is on the link, where processors do both.
-    """
-
-    share: float = 0.9
-    latency_ms: float = 0.2
-    interference: float = 0.2
-
-
-@dataclass(frozen=True)
-class CalibratedSimulator:
-    """The fitted parameters, and how far off each run is when all others are fitted.
-
-    Args:
-        parameters: fitted to all runs.
-        predicted_ms: of each run by name, from the others alone.
-        measured_ms: of each run by name.
-    """
-
-    parameters: Parameters
-    predicted_ms: dict[str, float]
-    measured_ms: dict[str, float]
-
-    @property
-    def errors(self) -> dict[str, float]:
-        """Predicted over measured, less 1."""
-        return {name: self.predicted_ms[name] / ms - 1 for name, ms in self.measured_ms.items()}
-
-    @property
-    def mean_error(self) -> float:
-        """Mean of the errors without their signs."""
-        return statistics.fmean(abs(error) for error in self.errors.values())
-
-    @property
-    def worst_error(self) -> float:
-        return max(self.errors.values(), key=abs)
+    share: float = 0.9  # of a link's rate that an all-reduce gets
+    latency_ms: float = 0.2  # of one of its messages
+    interference: float = 0.2  # of the computation's speed, lost while the link is busy, where processors do both
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:
@@ -97,11 +50,38 @@ def read_runs(path: Path) -> list[MeasuredRun]:
             f"{path} does not exist: measure it with `python -m retime.recipes experiment=ooo_fig10 "
             "hardware=emulated record=true`, or name another result with calibration=<path>"
         )
-    return [run for point in load(path).points for run in _runs(point)]
+    runs = []
+    for point in load(path).points:
+        cluster = point.facts.get("cluster", {})
+        if cluster.get("hosts", 1) < 2:
+            continue
+        costs = _costs(point)
+        for name in point.variants("step"):
+            try:
+                one = variant(name)
+            except ValueError:
+                continue  # a bound
+            k = cluster.get("k") if isinstance(one.k, str) else one.k
+            if one.priority or one.tuned_buckets or (one.k is not None and k is None):
+                continue
+            layer_bytes = int(point.settings.get("layer_bucket_mb", 25) * 2**20)
+            run = MeasuredRun(
+                name=" ".join([*(f"{key}={value}" for key, value in point.at.items()), name]),
+                costs=costs,
+                hosts=cluster["hosts"],
+                bits_per_s=cluster["rate_bits"] or cluster["tcp_bits"],
+                bucket_bytes=layer_bytes if one.layer_buckets else cluster["bucket_bytes"],
+                k=min(int(k or 0), len(costs)),
+                cross_iteration=one.k is not None and one.cross_iteration,
+                contended=point.at.get("compute") != "emulated",
+                step_ms=point.median(name, "step"),
+            )
+            runs.append(run)
+    return runs
 
 
-def calibrate(runs: Sequence[MeasuredRun]) -> CalibratedSimulator:
-    """Fit the parameters to all runs, and once without each run.
+def calibrate(runs: Sequence[MeasuredRun]) -> tuple[Parameters, dict[str, float]]:
+    """Fit the parameters to all runs; by name, how far off the step of each run is where all others are fitted.
 
     Raises:
         ValueError: fewer runs than it takes to leave one out.
@@ -109,8 +89,11 @@ def calibrate(runs: Sequence[MeasuredRun]) -> CalibratedSimulator:
     if len(runs) < 4:
         raise ValueError(f"{len(runs)} measured runs: three parameters and a run to leave out take 4 or more")
     fitted = fit(runs)
-    predicted = {run.name: simulated_ms(run, fit([one for one in runs if one is not run], fitted)) for run in runs}
-    return CalibratedSimulator(fitted, predicted, {run.name: run.step_ms for run in runs})
+    errors = {}
+    for run in runs:
+        without = fit([one for one in runs if one is not run], fitted)
+        errors[run.name] = simulated_ms(run, without) / run.step_ms - 1
+    return fitted, errors
 
 
 def fit(runs: Sequence[MeasuredRun], start: Parameters | None = None) -> Parameters:
@@ -151,39 +134,7 @@ def _loss(runs: Sequence[MeasuredRun], parameters: Parameters) -> float:
     return statistics.fmean(math.log(simulated_ms(run, parameters) / run.step_ms) ** 2 for run in runs)
 
 
-def _runs(point: Point) -> list[MeasuredRun]:
-    cluster = point.facts.get("cluster", {})
-    if cluster.get("hosts", 1) < 2:
-        return []
-    alone = point.median(COMPUTE, "step") if point.has(COMPUTE, "step") else None
-    costs = _costs(point, alone)
-    runs = []
-    for name in point.variants("step"):
-        try:
-            one = variant(name)
-        except ValueError:
-            continue  # a bound
-        k = cluster.get("k") if isinstance(one.k, str) else one.k
-        if one.priority or one.tuned_buckets or (one.k is not None and k is None):
-            continue
-        layer_bytes = int(point.settings.get("layer_bucket_mb", 25) * 2**20)
-        runs.append(
-            MeasuredRun(
-                name=" ".join([*(f"{key}={value}" for key, value in point.at.items()), name]),
-                costs=costs,
-                hosts=cluster["hosts"],
-                bits_per_s=cluster["rate_bits"] or cluster["tcp_bits"],
-                bucket_bytes=layer_bytes if one.layer_buckets else cluster["bucket_bytes"],
-                k=min(int(k or 0), len(costs)),
-                cross_iteration=one.k is not None and one.cross_iteration,
-                contended=point.at.get("compute") != "emulated",
-                step_ms=point.median(name, "step"),
-            )
-        )
-    return runs
-
-
-def _costs(point: Point, alone_ms: float | None) -> tuple[LayerCost, ...]:
+def _costs(point: Point) -> tuple[LayerCost, ...]:
     """The layers with parameters, scaled so that a step takes as long as it did on one rank.
 
     A layer without parameters counts into the one before it (into the first one if there is none). The optimizer's
@@ -201,7 +152,7 @@ def _costs(point: Point, alone_ms: float | None) -> tuple[LayerCost, ...]:
         own[1] += layer["output_ms"]
         own[2] += layer["weight_ms"]
     whole_ms = sum(map(sum, times)) - times[0][1]
-    scale = alone_ms / whole_ms if alone_ms else 1.0
+    scale = point.median(COMPUTE, "step") / whole_ms if point.has(COMPUTE, "step") else 1.0
     return tuple(
         LayerCost(forward * scale, output * scale, weight * scale, int(layer["bytes"]))
         for (forward, output, weight), layer in zip(times, layers, strict=True)

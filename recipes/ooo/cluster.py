@@ -5,8 +5,7 @@ training on real data, step by step, which must lie on each other bit by bit; `o
 peak memory of training (section 8.3: less than 1 %).
 """
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from retime.recipes.ooo.worker import BUCKET_BYTES, serve
 
 BALANCED = "balanced"
 IDLE = "processor idle"
+IDENTICAL = "final weights bit-identical to ddp, on all ranks"
 PEAK, FIRST_PEAK = "peak memory", "peak of the first steps"
 MIB = 2**20
 _BALANCING_BITS = 2e9
@@ -42,8 +42,7 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         peer = best_of(point, "ddp", "step")
         return references if peer in (None, "ddp") else {**references, f"speed over {peer}": peer}
 
-    @contextlib.contextmanager
-    def network(self, settings: OutOfOrderSettings, hosts: int, rate: str | None) -> Iterator[Network]:
+    def network(self, settings: OutOfOrderSettings, hosts: int, rate: str | None) -> AbstractContextManager[Network]:
         """The network that the settings ask for.
 
         Raises:
@@ -51,19 +50,17 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         """
         if settings.hardware.name == "emulated":
             bits = None if rate is None else _BALANCING_BITS if rate == BALANCED else parse_rate(rate)
-            with emulated_network(hosts, bits) as network:
-                yield network
-        elif settings.hardware.name == "cpu":
-            if rate is not None:
-                raise ValueError(
-                    f"rate={rate} needs links to shape: choose hardware=emulated (as root), or rate=null for loopback"
-                )
-            yield loopback(hosts)
-        else:
+            return emulated_network(hosts, bits)
+        if settings.hardware.name != "cpu":
             raise ValueError(
                 f"{settings.name} runs its ranks on this machine's cores, not on hardware={settings.hardware.name}: "
                 "choose hardware=emulated, or hardware=cpu for unshaped loopback"
             )
+        if rate is not None:
+            raise ValueError(
+                f"rate={rate} needs links to shape: choose hardware=emulated (as root), or rate=null for loopback"
+            )
+        return nullcontext(loopback(hosts))
 
     def peaks(self, settings: OutOfOrderSettings, tick: Tick) -> Measured:
         """Peak memory of each variant's fit, from fresh processes: rows in MiB, the worst rank's."""
@@ -98,9 +95,10 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         Both are measured at a trial rate. What communication takes beyond its bytes at that rate is the processor's own
         work on them, which no rate changes, so the rate follows from the rest.
         """
-        answers = self.run_job(settings, network, tick, "calibrate", **more)
-        compute_ms, communication_ms = (min(answers[0]["step_ms"][name]) for name in (COMPUTE, COMMUNICATION))
-        sent = 8 * sent_bytes(answers[0]["gradient_bytes"], len(network.hosts))
+        bounds = {"variants": [], "timelines": [], "rounds": 2, "warmup_rounds": 0}
+        answer = self.run_job(settings, network, tick, "compare", **{**more, **bounds})[0]
+        compute_ms, communication_ms = (min(answer["step_ms"].get(name, [0.0])) for name in (COMPUTE, COMMUNICATION))
+        sent = 8 * sent_bytes(answer["gradient_bytes"], len(network.hosts))
         own_ms = max(0.0, communication_ms - sent / _BALANCING_BITS * 1e3)
         bits = sent / max(compute_ms - own_ms, 0.2 * compute_ms) * 1e3
         bits = float(min(max(bits, _LEAST_BITS), _MOST_BITS))
@@ -126,7 +124,7 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         facts: dict[str, Any] = {
             "parameters": first["parameters"],
             "gradient bytes": first["gradient_bytes"],
-            "final weights bit-identical to ddp, on all ranks": ", ".join(identical(answers)) or "none",
+            IDENTICAL: ", ".join(identical(answers)) or "none",
             "cluster": {
                 "hosts": settings.hosts,
                 "rate_bits": bits,

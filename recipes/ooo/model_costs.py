@@ -38,21 +38,13 @@ class Operations:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A graphics processor: its data sheet, and which share of it training reaches.
+    """A graphics processor: its data sheet, and which share of it training reaches."""
 
-    Args:
-        name: as in the paper's Table 1.
-        operations_per_s: peak in single precision.
-        memory_bytes_per_s: peak of the device memory.
-        efficiency: share of both peaks that is reached.
-        multiprocessors: how many it has; by default a V100's.
-    """
-
-    name: str
-    operations_per_s: float
-    memory_bytes_per_s: float
-    efficiency: float = 1.0
-    multiprocessors: int = 80
+    name: str  # as in the paper's Table 1
+    operations_per_s: float  # peak in single precision
+    memory_bytes_per_s: float  # peak of the device memory
+    efficiency: float = 1.0  # share of both peaks that is reached
+    multiprocessors: int = 80  # by default a V100's
 
 
 def count(build: Callable[[], nn.Module], image_size: int = 224) -> list[Operations]:
@@ -65,8 +57,18 @@ def count(build: Callable[[], nn.Module], image_size: int = 224) -> list[Operati
     operations: list[Operations] = []
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor) and not isinstance(module, nn.Flatten | nn.Identity | nn.Dropout):
-            operations.append(_operations(module, inputs[0], output, samples))
+        if not isinstance(output, Tensor) or isinstance(module, nn.Flatten | nn.Identity | nn.Dropout):
+            return
+        macs = 0.0
+        if isinstance(module, nn.Conv2d):
+            kernel = module.kernel_size[0] * module.kernel_size[1]
+            macs = output.numel() * kernel * module.in_channels / module.groups
+        elif isinstance(module, nn.Linear):
+            macs = output.numel() * module.in_features
+        parameters = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        numbers = inputs[0].numel() / samples, output.numel() / samples
+        has_kernel = isinstance(module, nn.Conv2d | nn.Linear)
+        operations.append(Operations(macs / samples, *numbers, parameters, has_kernel))
 
     samples = 2  # batch normalisation in training mode needs more than one
     with torch.device("meta"):
@@ -84,22 +86,18 @@ def layer_costs(operations: Sequence[Operations], gpu: Gpu, batch_size: int) -> 
     A kernel takes as long as its arithmetic or its memory traffic at the GPU's efficiency, whichever is longer. Output
     and weight gradient of a convolution or linear layer each take the MACs of its forward pass.
     """
-    layers: list[list[Operations]] = []
-    for operation in operations:
-        if operation.has_kernel or not layers:
-            layers.append([])
-        layers[-1].append(operation)
-    costs = []
-    for layer in layers:
-        forward_ms = output_ms = weight_ms = 0.0
-        for o in layer:
-            numbers = (o.numbers_in + o.numbers_out) * batch_size
-            macs = o.macs * batch_size
-            forward_ms += kernel_ms(gpu, macs, numbers + o.parameters)
-            output_ms += kernel_ms(gpu, macs, OUTPUT_GRADIENT_TRAFFIC * numbers + o.parameters)
-            if o.has_kernel:
-                weight_ms += kernel_ms(gpu, macs, numbers + o.parameters)
-        costs.append(LayerCost(forward_ms, output_ms, weight_ms, BYTES * sum(o.parameters for o in layer)))
+    costs: list[LayerCost] = []
+    for o in operations:
+        if o.has_kernel or not costs:
+            costs.append(LayerCost(0.0, 0.0, 0.0, 0))
+        numbers, macs, layer = (o.numbers_in + o.numbers_out) * batch_size, o.macs * batch_size, costs[-1]
+        forward_ms = kernel_ms(gpu, macs, numbers + o.parameters)
+        costs[-1] = LayerCost(
+            layer.forward_ms + forward_ms,
+            layer.output_gradient_ms + kernel_ms(gpu, macs, OUTPUT_GRADIENT_TRAFFIC * numbers + o.parameters),
+            layer.weight_gradient_ms + (forward_ms if o.has_kernel else 0.0),
+            layer.size_bytes + BYTES * o.parameters,
+        )
     return costs
 
 
@@ -112,18 +110,6 @@ def calibrated(gpu: Gpu, operations: Sequence[Operations], batch_size: int, step
     """The GPU with the efficiency at which this network's forward and backward pass take `step_ms`."""
     ideal_ms = compute_ms(layer_costs(operations, replace(gpu, efficiency=1.0), batch_size))
     return replace(gpu, efficiency=ideal_ms / step_ms)
-
-
-def _operations(module: nn.Module, inputs: Tensor, output: Tensor, samples: int) -> Operations:
-    macs = 0.0
-    if isinstance(module, nn.Conv2d):
-        kernel = module.kernel_size[0] * module.kernel_size[1]
-        macs = output.numel() * kernel * module.in_channels / module.groups
-    elif isinstance(module, nn.Linear):
-        macs = output.numel() * module.in_features
-    parameters = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    has_kernel = isinstance(module, nn.Conv2d | nn.Linear)
-    return Operations(macs / samples, inputs.numel() / samples, output.numel() / samples, parameters, has_kernel)
 
 
 def kernel_ms(gpu: Gpu, macs: float, numbers: float) -> float:
@@ -150,23 +136,14 @@ NVLINK = Link(2 * 25e9 * 8, 0.01)
 
 @dataclass(frozen=True)
 class Setting:
-    """A cluster of Table 2 as Figure 10 uses it.
-
-    Args:
-        gpu: its GPUs.
-        devices: the numbers of GPUs on Figure 10's axis.
-        devices_per_node: GPUs in a full node.
-        bits_per_s: of the network between nodes, as its data sheet has it.
-        batch_size: per GPU, for networks that `batch_sizes` does not name.
-        batch_sizes: per GPU and network, as section 8.3 gives them.
-    """
+    """A cluster of Table 2 as Figure 10 uses it."""
 
     gpu: Gpu
-    devices: tuple[int, ...]
-    devices_per_node: int
-    bits_per_s: float
-    batch_size: int
-    batch_sizes: dict[str, int]
+    devices: tuple[int, ...]  # the numbers of GPUs on Figure 10's axis
+    devices_per_node: int  # GPUs in a full node
+    bits_per_s: float  # of the network between nodes, as its data sheet has it
+    batch_size: int  # per GPU, for networks that `batch_sizes` does not name
+    batch_sizes: dict[str, int]  # per GPU and network, as section 8.3 gives them
 
     def cluster(self, devices: int, share: float, latency_ms: float) -> Cluster:
         """So many of its GPUs on as few nodes as hold them; the network carries `share` of what it should.

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,38 +45,6 @@ Box = tuple[int, str, float, float]
 """What it is (number of :data:`KINDS`), its lane, start and end."""
 
 
-class Notes:
-    """Notes of what ran in one step, in seconds."""
-
-    def __init__(self) -> None:
-        self.boxes: list[Box] = []
-        self.sub_cpu_s = 0.0
-
-    def run(self, kind: int, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Call it, and note its lane, start and end."""
-        started, cpu_s = perf_counter(), thread_time()
-        answer = compute(*arguments)
-        is_main = current_thread() is main_thread()
-        self.boxes.append((kind, MAIN if is_main else SUB, started, perf_counter()))
-        if not is_main:
-            self.sub_cpu_s += thread_time() - cpu_s
-        return answer
-
-
-class NotedKernels:
-    """A layer's kernels, of which the gradients' are noted."""
-
-    def __init__(self, kernels: Any, loop: Loop) -> None:
-        self._kernels, self._loop = kernels, loop
-        self.forward, self.arguments = kernels.forward, kernels.arguments
-
-    def output_gradient(self, *arguments: Any) -> Any:
-        return self._loop.notes.run(OUTPUT, self._kernels.output_gradient, *arguments)
-
-    def weight_gradients(self, *arguments: Any) -> Any:
-        return self._loop.notes.run(WEIGHT, self._kernels.weight_gradients, *arguments)
-
-
 class Loop:
     """Training steps of a case on one batch.
 
@@ -98,11 +67,12 @@ class Loop:
         both, beside = (max(1, threads - sub), sub), self._optimizer if case.get("fuse_updates") else None
         self.two: Any = TwoStreamBackward(self._model, optimizer=beside, threads=both, layers=layers) if two else None
         self.fusion: Any = fuse_optimizer(self._model, self._optimizer) if fused else getattr(self.two, "fusion", None)
-        self.notes = Notes()
+        self.boxes: list[Box] = []
+        self._sub_cpu_s = 0.0
 
     def step(self) -> dict[str, Any]:
         """Train a step; return its milliseconds, its boxes, and how long each lane's threads had a core."""
-        self.notes = Notes()
+        self.boxes, self._sub_cpu_s = [], 0.0
         process_s, main_s, marks = process_time(), thread_time(), [perf_counter()]
         loss: Tensor = loss_of(self._model(self._inputs), self._targets)
         marks.append(perf_counter())
@@ -112,20 +82,20 @@ class Loop:
         self._optimizer.zero_grad()
         marks.append(perf_counter())
         main_s, process_s = thread_time() - main_s, process_time() - process_s
-        busy = {MAIN: main_s, SUB: self.notes.sub_cpu_s, OTHERS: max(0.0, process_s - main_s - self.notes.sub_cpu_s)}
+        busy = {MAIN: main_s, SUB: self._sub_cpu_s, OTHERS: max(0.0, process_s - main_s - self._sub_cpu_s)}
         return {
             "ms": round(1e3 * (marks[-1] - marks[0]), 3),
             "busy_ms": {lane: round(1e3 * seconds, 3) for lane, seconds in busy.items()},
             "boxes": [
                 (kind, lane, *(round(1e3 * (moment - marks[0]), 3) for moment in edges))
-                for kind, lane, *edges in self._boxes(marks)
+                for kind, lane, *edges in self._all_boxes(marks)
             ],
         }
 
-    def _boxes(self, marks: list[float]) -> list[Box]:
+    def _all_boxes(self, marks: list[float]) -> list[Box]:
         """All of a step's, the rest of the backward pass first, so that gradients are drawn over it."""
         began, ended = marks[1:3]
-        noted = self.notes.boxes
+        noted = self.boxes
         rest = [(began, ended)]
         if sub_ends := [end for _, lane, _, end in noted if lane == SUB]:
             # behind its own work the main thread takes weight gradients, and then waits for the sub-stream's last one
@@ -145,12 +115,27 @@ class Loop:
     def note_kernels(self) -> None:
         """From now on gradients of layers on two streams have boxes of their own."""
         for module in self._model.modules():
-            forward = vars(module).get("forward")
+            forward: Any = vars(module).get("forward")
             if hasattr(forward, "kernels"):
-                forward.kernels = NotedKernels(forward.kernels, self)  # type: ignore[union-attr]
+                kernels = forward.kernels
+                forward.kernels = SimpleNamespace(
+                    forward=kernels.forward,
+                    arguments=kernels.arguments,
+                    output_gradient=partial(self._noted, OUTPUT, kernels.output_gradient),
+                    weight_gradients=partial(self._noted, WEIGHT, kernels.weight_gradients),
+                )
         if self.fusion is not None:
-            update = self.fusion._step
-            self.fusion._step = lambda *arguments: self.notes.run(UPDATE, update, *arguments)
+            self.fusion._step = partial(self._noted, UPDATE, self.fusion._step)
+
+    def _noted(self, kind: int, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """Call it, and note its lane, start and end in seconds."""
+        started, cpu_s = perf_counter(), thread_time()
+        answer = compute(*arguments)
+        is_main = current_thread() is main_thread()
+        self.boxes.append((kind, MAIN if is_main else SUB, started, perf_counter()))
+        if not is_main:
+            self._sub_cpu_s += thread_time() - cpu_s
+        return answer
 
     def close(self) -> None:
         """End the second stream, and the fusion."""
@@ -181,72 +166,76 @@ def middle_step(case: Case, seed: int, threads: int, forward: int = 0, **which: 
     return next(step for step in steps if step["ms"] == middle)
 
 
-def peak_bytes(case: Case, seed: int, threads: int, **which: Any) -> int:
-    """Return the most bytes alive in tensors of 16 KiB and more, oneDNN's scratch with them, over steps of training.
-
-    Raises:
-        RuntimeError: there is no pool here, which counts them.
-    """
-    pool = MemoryPool()
-    if not pool.install():
-        raise RuntimeError(pool.why_not)
-    gc.collect()
-    before = pool.counts().live
-    loop = Loop(case, seed, threads, **which)
-    for number in range(2 * WARM_UP_STEPS):
-        if number == WARM_UP_STEPS:
-            pool.reset_peaks()
-        loop.step()
-    loop.close()
-    peak = pool.counts().peak_live - before
-    pool.remove()
-    return peak
-
-
-def both(case: Case, seed: int, plain: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
-    """Return a step of either kind, by arguments of :func:`middle_step`, as facts of a point; boxes are short text."""
-    facts: dict[str, Any] = {BUSY: {}}
-    for name, which in (("plain", plain), ("two streams", two)):
-        step = middle_step(case, seed, two=which is two, **which)
-        facts[f"{BOXES}, {name}"] = [";".join(map(str, box)) for box in step.pop("boxes")]
-        facts[BUSY][name] = step
-    return facts
-
-
 def label(kind: str, threads: int) -> str:
     """Return the name of a variant whose kernels have so many threads."""
     return f"{kind}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def in_turns(case: Case, seed: int, rounds: int, two: dict[str, Any], first: int) -> dict[str, list[float]]:
-    """Return milliseconds of a step, a value a round: plain, on two streams, and with two streams taken off again.
+class BareLoops:
+    """Bare loops in a process of their own: the first request says what is trained, each further one what to do."""
 
-    All are in one process, so that they share a heap and its pages: what processes differ by is not among them. Labels
-    end with the number of threads, as plain steps are tried with each; two streams have a single setting. Where these
-    fuse updates, there are plain steps with and without fusion, and those from which they were taken off have it.
+    def begin(self, request: dict[str, Any]) -> None:
+        """Take what is trained from this request."""
+        self._case, self._seed = request["case"], request["seed"]
 
-    Args:
-        two: that setting, as of :func:`middle_step`.
-        first: which of the loops is made first, as a later one has other places in the heap.
-    """
-    threads, fuses = two["threads"], bool(case.get("fuse_updates"))
-    on_two = partial(Loop, case, seed, threads, two=True, layers=two["layers"])
-    kinds = {PLAIN: partial(Loop, case, seed, threads, two=False), TAKEN_OFF: on_two, TWO_STREAMS: on_two}
-    kinds |= {FUSED: partial(Loop, case, seed, threads, two=False, fused=True)} if fuses else {}
-    names = list(kinds)
-    loops: dict[str, Loop] = {}
-    for number in range(first, first + len(names)):
-        name = names[number % len(names)]
-        loops[name] = kinds[name]()
-        loops[name].warm_up(two["forward"] or threads if name == TWO_STREAMS else 0)
-    loops[TAKEN_OFF].two._take_off()
-    blocks = {TWO_STREAMS: partial(loops[TWO_STREAMS].turn_ms, two["forward"] or threads)}
-    for number in range(1, threads + 1):
-        blocks |= {label(one, number): partial(loops[one].turn_ms, number) for one in names if one != TWO_STREAMS}
-    turns = interleave(blocks, rounds)
-    for loop in loops.values():
+    def both_steps(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return a plain step and one on two streams as facts, by arguments of :func:`middle_step`; boxes are text."""
+        facts: dict[str, Any] = {BUSY: {}}
+        for name in (PLAIN, TWO_STREAMS):
+            step = middle_step(self._case, self._seed, two=name == TWO_STREAMS, **request[name])
+            facts[f"{BOXES}, {name}"] = [";".join(map(str, box)) for box in step.pop("boxes")]
+            facts[BUSY][name] = step
+        return facts
+
+    def peak_bytes(self, request: dict[str, Any]) -> int:
+        """Return the most bytes alive in tensors of 16 KiB and more, oneDNN's scratch with them, over steps of a loop.
+
+        Raises:
+            RuntimeError: there is no pool here, which counts them.
+        """
+        pool = MemoryPool()
+        if not pool.install():
+            raise RuntimeError(pool.why_not)
+        gc.collect()
+        before = pool.counts().live
+        loop = Loop(self._case, self._seed, **request["which"])
+        for number in range(2 * WARM_UP_STEPS):
+            if number == WARM_UP_STEPS:
+                pool.reset_peaks()
+            loop.step()
         loop.close()
-    return turns
+        peak = pool.counts().peak_live - before
+        pool.remove()
+        return peak
+
+    def turns(self, request: dict[str, Any]) -> dict[str, list[float]]:
+        """Return milliseconds of a step, a value a round: plain, on two streams, and with two streams taken off again.
+
+        All are in one process, so that they share a heap and its pages: what processes differ by is not among them.
+        Labels end with the number of threads, as plain steps are tried with each; two streams have a single setting,
+        `two`, as of :func:`middle_step`. Where these fuse updates, there are plain steps with and without fusion, and
+        those from which they were taken off have it. `first` is the number of the loop that is made first, as a later
+        one has other places in the heap.
+        """
+        two, first, fuses = request["two"], request["first"], bool(self._case.get("fuse_updates"))
+        threads, loop_of = two["threads"], partial(Loop, self._case, self._seed, two["threads"])
+        on_two = partial(loop_of, two=True, layers=two["layers"])
+        kinds = {PLAIN: partial(loop_of, two=False), TAKEN_OFF: on_two, TWO_STREAMS: on_two}
+        kinds |= {FUSED: partial(loop_of, two=False, fused=True)} if fuses else {}
+        names = list(kinds)
+        loops: dict[str, Loop] = {}
+        for number in range(first, first + len(names)):
+            name = names[number % len(names)]
+            loops[name] = kinds[name]()
+            loops[name].warm_up(two["forward"] or threads if name == TWO_STREAMS else 0)
+        loops[TAKEN_OFF].two._take_off()
+        blocks = {TWO_STREAMS: partial(loops[TWO_STREAMS].turn_ms, two["forward"] or threads)}
+        for number in range(1, threads + 1):
+            blocks |= {label(one, number): partial(loops[one].turn_ms, number) for one in names if one != TWO_STREAMS}
+        turns = interleave(blocks, request["rounds"])
+        for loop in loops.values():
+            loop.close()
+        return turns
 
 
 def draw(axes: Any, title: str, facts: dict[str, Any]) -> None:

@@ -7,8 +7,8 @@ than cores can run; messages, threads and the runtime that orders tasks are thos
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -72,7 +72,16 @@ class PipelineTargets(CaseRecipe[PipelineSettings], StepsOnRanks):
     def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = of_case(settings, at["case"])
         request = {**asdict(case), "do": "sleeping"}
-        with _network(case) as network:
+        links: AbstractContextManager[Network]
+        if case.rate is None:
+            links = nullcontext(loopback(case.ranks))
+        elif reason := emulated.unavailable():
+            raise emulated.ClusterUnavailable(
+                f"rate={case.rate} shapes links: {reason}. Leave out the cases that have a rate"
+            )
+        else:
+            links = emulated_network(case.ranks, parse_rate(case.rate))
+        with links as network:
             answers = run_ranks(network, serve, request, timeout_s=case.timeout_s, progress=tick)
         hop_ms = max(one["hop_ms"] for one in answers)
         beside_ms = median(one["beside_ms"] for one in answers)
@@ -117,10 +126,10 @@ class PipelineTargets(CaseRecipe[PipelineSettings], StepsOnRanks):
             "(fast-forwarding alone), `ooo2` (with modulo allocation) and `ooo_v` (two stages a rank, in a V) on paper."
         ]
         for point in result.points:
-            simulated = {schedule: point.facts["simulated ms"][schedule] for schedule in point.variants(STEP)}
+            simulated = point.facts["simulated ms"]
             errors = ", ".join(
-                f"{schedule} {ms:.0f} ms ({error_percent(point, schedule).median:+.1f} %)"
-                for schedule, ms in simulated.items()
+                f"{schedule} {simulated[schedule]:.0f} ms ({error_percent(point, schedule).median:+.1f} %)"
+                for schedule in point.variants(STEP)
             )
             lines.append(
                 f"- {point.at['case']}, a message takes {point.facts['message ms']:.2f} ms, a task "
@@ -150,19 +159,6 @@ def slowest_steps(answers: list[dict[str, Any]], variants: Iterable[str]) -> lis
     """The slowest rank's steps, by variant."""
     rounds = {name: zip(*(one["ms"][name] for one in answers), strict=True) for name in variants}
     return [Row(name, STEP, "ms", [round(max(ms), 3) for ms in by_rank]) for name, by_rank in rounds.items()]
-
-
-@contextlib.contextmanager
-def _network(case: PipelineSettings) -> Iterator[Network]:
-    if case.rate is None:
-        yield loopback(case.ranks)
-        return
-    if reason := emulated.unavailable():
-        raise emulated.ClusterUnavailable(
-            f"rate={case.rate} shapes links: {reason}. Leave out the cases that have a rate"
-        )
-    with emulated_network(case.ranks, parse_rate(case.rate)) as network:
-        yield network
 
 
 def simulated_ms(case: PipelineSettings, variant: str, hop_ms: float, beside_ms: float = 0.0) -> float:
@@ -234,10 +230,12 @@ class RealLayers(StepsOnRanks):
         def share(what: str, name: str) -> list[float | None]:
             return [one[what][name] and round(one[what][name], 3) for one in answers]
 
-        ours = answers[0]["bubble"]
+        ours, results = answers[0]["bubble"], answers[0]["loss and norm"]
+        # loss and norm from one device's, relatively
+        others = {name: zip(pair, results[ONE], strict=True) for name, pair in results.items() if name != ONE}
         facts = {
             "ranks": case.ranks,
-            "apart": _apart(answers[0]["loss and norm"]),
+            "apart": {name: max(abs(value / one - 1) for value, one in pairs) for name, pairs in others.items()},
             "stages": answers[0]["stages"],
             "bubble share by rank": {name: share("bubble", name) for name in ours},
             "simulated bubble share by rank": {name: share("simulated bubble", name) for name in ours},
@@ -309,12 +307,6 @@ class PipelineMemory(RealLayers):
             "Tensors of the rank that has most: parameters, their gradients, Adam's state, activations and messages. "
             "*_flush runs all forward passes first, as GPipe and the paper do. Ranks have equally many layers."
         ]
-
-
-def _apart(results: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """By variant, how far loss and norm are from one device's, relatively; the larger."""
-    others = {name: zip(pair, results[ONE], strict=True) for name, pair in results.items() if name != ONE}
-    return {name: max(abs(value / wanted - 1) for value, wanted in pairs) for name, pairs in others.items()}
 
 
 def _colour(name: str) -> int:

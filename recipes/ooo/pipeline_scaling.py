@@ -52,23 +52,14 @@ _ASIDE = (ONE, MODEL_PARALLEL, PIPEDREAM, MEGATRON_FORWARDED)  # trains otherwis
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline on a cluster.
+    """A pipeline on a cluster."""
 
-    Args:
-        layers: that are alike, such as a BERT's encoders.
-        ranks: GPUs.
-        micro_batches: of a step.
-        ratio: of a message between two GPUs of a node to a layer's forward pass.
-        between: the same between nodes.
-        per_node: GPUs in a node.
-    """
-
-    layers: int
-    ranks: int
-    micro_batches: int
-    ratio: float
-    between: float = 0.0
-    per_node: int = 1024
+    layers: int  # that are alike, such as a BERT's encoders
+    ranks: int  # GPUs
+    micro_batches: int  # of a step
+    ratio: float  # of a message between two GPUs of a node to a layer's forward pass
+    between: float = 0.0  # the same between nodes
+    per_node: int = 1024  # GPUs in a node
 
     @property
     def hops(self) -> list[list[float]]:
@@ -130,8 +121,10 @@ class PipelineScaling(CaseRecipe[PaperPipelineSettings]):
     def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = case_of(settings, at["case"], Case)
         case = replace(case, micro_batches=at.get("micro_batches", case.micro_batches))
-        took = {ONE: 3.0 * case.layers * case.micro_batches, MODEL_PARALLEL: model_parallel_units(case)}
-        impossible = {}
+        whole = 3.0 * case.layers * case.micro_batches
+        hops = 2 * sum(case.hops[rank][rank + 1] for rank in range(case.ranks - 1))
+        # without micro-batches one GPU computes at a time
+        took, impossible = {ONE: whole, MODEL_PARALLEL: whole + hops * case.micro_batches}, {}
         for name in settings.schedules:
             schedule, at_each = name.removesuffix(FINE), 1 if name.endswith(FINE) else None
             try:
@@ -224,12 +217,6 @@ def rows_of(took: dict[str, float]) -> list[Row]:
     return steps + [Row(name, SPEED, "x", [round(took[ONE] / units, 4)]) for name, units in took.items()]
 
 
-def model_parallel_units(case: Case) -> float:
-    """A step without micro-batches: one GPU computes at a time."""
-    hops = 2 * sum(case.hops[rank][rank + 1] for rank in range(case.ranks - 1))
-    return 3.0 * case.layers * case.micro_batches + hops * case.micro_batches
-
-
 def _of_several_points(points: dict[str, Point]) -> list[Comparison]:
     """Figure 13's numbers that are formed of several points: strong scaling and averages."""
 
@@ -278,26 +265,17 @@ def _draw_over_micro_batches(result: Result, path: Path) -> None:
 
 
 PLAIN, FIRST_K, FORWARDED, BOTH = "GPipe", "GPipe with reverse first-k", "OOO-Pipe2", "OOO-Pipe2 with reverse first-k"
-_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Pipelines side by side.
+    """Pipelines side by side."""
 
-    Args:
-        layers: that are alike.
-        ranks: GPUs of a pipeline.
-        micro_batches: of a step.
-        ratio: of a message inside of a pipeline to a layer's forward pass.
-        synchronisation: the same of adding up a layer's weight gradients with the other pipelines.
-    """
-
-    layers: int
-    ranks: int
-    micro_batches: int
-    ratio: float
-    synchronisation: float
+    layers: int  # that are alike
+    ranks: int  # GPUs of a pipeline
+    micro_batches: int  # of a step
+    ratio: float  # of a message inside of a pipeline to a layer's forward pass
+    synchronisation: float  # the same of adding up a layer's weight gradients with the other pipelines
 
     @property
     def plans(self) -> dict[str, tuple[Schedule, pipeline.Placement]]:
@@ -313,9 +291,15 @@ class Hybrid:
         """A step in steady state, with the weight gradients of the first k layers last and in reverse order."""
         once, costs = pipeline.synchronised(order, placement, k=k), pipeline.StageCosts.uniform(self.layers)
         options: dict[str, Any] = {"hops": self.ratio, "synchronisation_ms": lambda task: self.synchronisation}
-        repeated = [_repeated(once, steps) for steps in (_STEPS - 1, _STEPS)]
-        runs = [pipeline.simulate_pipeline(one, placement, costs, **options) for one in repeated]
-        return runs[1].makespan_ms - runs[0].makespan_ms
+        ends = []
+        for steps in (2, 3):  # one behind the other
+            lanes = {
+                lane.name: [Task(a.kind, a.layer, a.micro_batch, step) for step in range(steps) for a in lane.tasks]
+                for lane in once.lanes
+            }
+            run = pipeline.simulate_pipeline(Schedule.from_lanes(lanes), placement, costs, **options)
+            ends.append(run.makespan_ms)
+        return ends[1] - ends[0]
 
 
 class Hybrids(CaseRecipe[PaperPipelineSettings]):
@@ -360,12 +344,3 @@ class Hybrids(CaseRecipe[PaperPipelineSettings]):
         panels[0].set_ylim(bottom=0)
         charts.legend_below(drawing, panels[0], 2)
         charts.save(drawing, path)
-
-
-def _repeated(order: Schedule, steps: int) -> Schedule:
-    """So many steps, one behind the other."""
-    lanes = {
-        lane.name: [Task(one.kind, one.layer, one.micro_batch, step) for step in range(steps) for one in lane.tasks]
-        for lane in order.lanes
-    }
-    return Schedule.from_lanes(lanes)

@@ -9,7 +9,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retime.foundations.cpu_pool import MemoryPool
 from retime.foundations.workers import by_name
-from retime.mechanisms.pipeline import PipelineStep
+from retime.mechanisms.pipeline import PipelineReport, PipelineStep
 from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.measure import interleave
 from retime.recipes.emulated import SleepingLayer
@@ -57,6 +57,7 @@ def sleeping(request: dict[str, Any]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(request["seed"])
     samples, width = _SAMPLES * request["micro_batches"], request["message_kib"] * 1024 // (4 * _SAMPLES)
     batch = torch.randn(samples, width, generator=generator)
+    hop_ms, beside_ms = _hop_ms(_SAMPLES * width), _beside_ms(request["unit_ms"], batch)
     pipelines: dict[str, PipelineStep] = {}
     blocks = {}
     for variant in request["schedules"]:
@@ -71,13 +72,15 @@ def sleeping(request: dict[str, Any]) -> dict[str, Any]:
             split="fastest",
         )
         train = partial(_pipelined, pipelines[variant], partial(_mean, model))
-        blocks[variant] = partial(_block, train, model, batch, request["steps"], pipelines[variant])
-    hop_ms, beside_ms = _hop_ms(_SAMPLES * width), _beside_ms(request["unit_ms"], batch)
+        train(batch)  # it runs whole
+        blocks[variant] = partial(_block, train, model, batch, request["steps"])
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
-    tasks = {variant: _task_ms(pipeline) for variant, pipeline in pipelines.items()}
-    stages = {variant: pipeline.report().stages for variant, pipeline in pipelines.items()}
-    layers = {variant: _alive(pipelines[variant]) * request["layers"] / stages[variant] for variant in pipelines}
-    for pipeline in pipelines.values():
+    tasks, stages, layers = {}, {}, {}
+    for variant, pipeline in pipelines.items():
+        report = pipeline.report()
+        tasks[variant], alive_stages = _last_step(report)
+        stages[variant] = report.stages
+        layers[variant] = alive_stages * request["layers"] / report.stages
         pipeline.remove()
     return {"ms": times, "hop_ms": hop_ms, "beside_ms": beside_ms, "tasks": tasks, "stages": stages, "alive": layers}
 
@@ -157,10 +160,8 @@ def schedule_of(variant: str) -> tuple[str, int | None]:
     return schedule, int(alive) if sign else None
 
 
-def _block(train: _Train, model: nn.Module, batch: Any, count: int, pipeline: PipelineStep | None = None) -> float:
-    """The median step; the first batch of a pipeline, which runs whole, is not counted."""
-    if pipeline is not None and not pipeline.is_spread:
-        train(batch)
+def _block(train: _Train, model: nn.Module, batch: Any, count: int) -> float:
+    """The median step."""
     took = []
     for _ in range(count):
         model.zero_grad()
@@ -198,21 +199,15 @@ def _whole(model: nn.Module, micro_batches: int, batch: tuple[Tensor, Tensor]) -
     return total
 
 
-def _task_ms(pipeline: PipelineStep) -> dict[str, float]:
-    """The median of the last step's tasks on this rank, by kind; B is O and W in one."""
+def _last_step(report: PipelineReport) -> tuple[dict[str, float], int]:
+    """Medians of this rank's tasks by kind (B is O and W in one), and the most stages whose activations it kept."""
     by_kind: dict[str, list[float]] = {}
-    for span in pipeline.report().spans:
-        by_kind.setdefault(span.kind, []).append(1000 * (span.end_s - span.start_s))
-    return {kind: statistics.median(values) for kind, values in by_kind.items()}
-
-
-def _alive(pipeline: PipelineStep) -> int:
-    """The most stages whose activations this rank kept at once in the last step."""
     alive = most = 0
-    for span in sorted(pipeline.report().spans, key=lambda span: span.start_s):
+    for span in sorted(report.spans, key=lambda span: span.start_s):
+        by_kind.setdefault(span.kind, []).append(1000 * (span.end_s - span.start_s))
         alive += {"F": 1, "W": -1, "B": -1}.get(span.kind, 0)
         most = max(most, alive)
-    return most
+    return {kind: statistics.median(values) for kind, values in by_kind.items()}, most
 
 
 def _beside_ms(unit_ms: float, batch: Tensor) -> float:
@@ -308,28 +303,30 @@ def stages_of(model: nn.Module, stages: int) -> list[nn.Module]:
     Raises:
         ValueError: neither of the two models, or blocks that do not divide.
     """
-    front, blocks, behind = _parts_of(model)
+    inner: Any = getattr(model, "model", model)
+    if (name := type(inner).__name__) == "GPT2LMHeadModel":
+        body = inner.transformer
+        front, blocks = _TokensAndPositions(body.wte, body.wpe), body.h
+        behind = nn.Sequential(body.ln_f, inner.lm_head)
+    elif name == "BertForMaskedLM":
+        front, blocks, behind = inner.bert.embeddings, inner.bert.encoder.layer, inner.cls
+    else:
+        raise ValueError(f"peers: {name} was not cut by hand for torch's schedules: leave the peers out, with peers=[]")
     if len(blocks) % stages:
         raise ValueError(f"peers: {len(blocks)} blocks do not divide into {stages} stages")
     share = len(blocks) // stages
-    parts: list[nn.Module] = []
-    for stage in range(stages):
-        layers = list(blocks[stage * share : (stage + 1) * share])
-        parts.append(_Stage(front if stage == 0 else None, layers, behind if stage + 1 == stages else None))
-    return parts
+    parts = [list(blocks[stage * share : (stage + 1) * share]) for stage in range(stages)]
+    parts[0].insert(0, front)
+    parts[-1].append(behind)
+    return [_Stage(*part) for part in parts]
 
 
-class _Stage(nn.Module):
-    def __init__(self, front: nn.Module | None, blocks: Sequence[nn.Module], behind: nn.Module | None) -> None:
-        super().__init__()
-        self.front, self.blocks, self.behind = front, nn.ModuleList(blocks), behind
-
-    def forward(self, given: Tensor) -> Tensor:
-        hidden = given if self.front is None else self.front(given)
-        for block in self.blocks:
-            answer = block(hidden)
+class _Stage(nn.Sequential):
+    def forward(self, hidden: Tensor) -> Tensor:
+        for part in self:
+            answer = part(hidden)
             hidden = answer if isinstance(answer, Tensor) else answer[0]
-        return hidden if self.behind is None else self.behind(hidden)
+        return hidden
 
 
 class _TokensAndPositions(nn.Module):
@@ -342,14 +339,3 @@ class _TokensAndPositions(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
         embedded: Tensor = self.tokens(given) + self.positions(torch.arange(given.shape[1], device=given.device))
         return embedded
-
-
-def _parts_of(model: nn.Module) -> tuple[nn.Module, Sequence[nn.Module], nn.Module]:
-    inner: Any = getattr(model, "model", model)
-    name = type(inner).__name__
-    if name == "GPT2LMHeadModel":
-        body = inner.transformer
-        return _TokensAndPositions(body.wte, body.wpe), body.h, nn.Sequential(body.ln_f, inner.lm_head)
-    if name == "BertForMaskedLM":
-        return inner.bert.embeddings, inner.bert.encoder.layer, inner.cls
-    raise ValueError(f"peers: {name} was not cut by hand for torch's schedules: leave the peers out, with peers=[]")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from retime.recipes.core.recipe import Measured, Tick
@@ -45,23 +44,14 @@ _URGENCIES: dict[str, Callable[[Job], int]] = {
 
 @dataclass(frozen=True)
 class Cells:
-    """A recurrent network on a cluster.
-
-    Args:
-        cells: how many.
-        ranks: GPUs.
-        micro_batches: of GPipe; the others have the batch whole.
-        independent: time of I over that of F; of V over that of W.
-        ratio: of a message to F of the whole batch.
-        fixed: share of a task's time that is the same however few samples it has.
-    """
+    """A recurrent network on a cluster."""
 
     cells: int
-    ranks: int
-    micro_batches: int
-    independent: float
-    ratio: float
-    fixed: float = 0.0
+    ranks: int  # GPUs
+    micro_batches: int  # of GPipe; the others have the batch whole
+    independent: float  # time of I over that of F; of V over that of W
+    ratio: float  # of a message to F of the whole batch
+    fixed: float = 0.0  # share of a task's time that is the same however few samples it has
 
     def units(self, name: str) -> float:
         """A step's length; one GPU runs one task after another.
@@ -74,18 +64,15 @@ class Cells:
         batches = self.micro_batches if name in (GPIPE, GPIPE_STATE_FIRST) else 1
         jobs = self.jobs(batches, split=name in (PAPERS1, PAPERS2))
         share = self.fixed + (1 - self.fixed) / batches
-        units = {job: self.weight(job) * share for job in jobs}
+        units = {}
+        for job in jobs:  # nobody needs the gradient of the first state
+            whole = self.independent if job.kind in "IV" else 2.0 if job.kind == "B" and job.cell > 1 else 1.0
+            units[job] = whole * share
         if name == ONE:
             return sum(units.values())
         rank_of = (modulo if name == PAPERS2 else block)(self.cells, self.ranks).rank_of
         ranks = {job: rank_of[job.cell - 1] for job in jobs}
         return makespan(jobs, units, ranks, self.ratio * share, _URGENCIES[name])
-
-    def weight(self, job: Job) -> float:
-        """Time of a task on the whole batch; nobody needs the gradient of the first state."""
-        if job.kind in "IV":
-            return self.independent
-        return 2.0 if job.kind == "B" and job.cell > 1 else 1.0
 
     def jobs(self, batches: int, *, split: bool) -> dict[Job, list[Job]]:
         """Each task with those that it needs, in the order in which a framework comes upon them."""
@@ -146,34 +133,24 @@ def makespan(
         message: units between a task's end and what needs it on another rank.
         urgency: the least comes first; of equals the one that was ready first.
     """
-    readers, missing = defaultdict(list), {job: len(needs) for job, needs in jobs.items()}
+    readers: defaultdict[Job, list[Job]] = defaultdict(list)
     for job, needs in jobs.items():
         for need in needs:
             readers[need].append(job)
     number = {job: place for place, job in enumerate(jobs)}
-    arrives = dict.fromkeys(jobs, 0.0)
-    ready: dict[int, list[tuple[int, float, int, Job]]] = {rank: [] for rank in set(rank_of.values())}
-    busy: set[int] = set()
-    now = 0.0
-    events = [(0.0, number[job], job, True) for job, needs in jobs.items() if not needs]  # ready, or else ended
-    heapify(events)
-    while events:
-        now = events[0][0]
-        while events and events[0][0] == now:
-            _, _, job, is_ready = heappop(events)
-            if is_ready:
-                heappush(ready[rank_of[job]], (urgency(job), now, number[job], job))
-                continue
-            busy.discard(rank_of[job])
-            for reader in readers[job]:
-                missing[reader] -= 1
-                hop = message if rank_of[reader] != rank_of[job] else 0.0
-                arrives[reader] = max(arrives[reader], now + hop)
-                if not missing[reader]:
-                    heappush(events, (arrives[reader], number[reader], reader, True))
-        for rank, waiting in ready.items():
-            if waiting and rank not in busy:
-                job = heappop(waiting)[-1]
-                busy.add(rank)
-                heappush(events, (now + units[job], number[job], job, False))
-    return now
+    ends: dict[Job, float] = {}
+    free = dict.fromkeys(rank_of.values(), 0.0)  # since when
+    ready = {job: 0.0 for job, needs in jobs.items() if not needs}  # since when
+
+    def turn(job: Job) -> tuple[float, int, float, int]:
+        return max(ready[job], free[rank_of[job]]), urgency(job), ready[job], number[job]
+
+    while ready:
+        job = min(ready, key=turn)  # of all ranks; what it makes ready begins later
+        ends[job] = free[rank_of[job]] = turn(job)[0] + units[job]
+        del ready[job]
+        for reader in readers[job]:
+            if all(need in ends for need in jobs[reader]):
+                hops = {need: message if rank_of[need] != rank_of[reader] else 0.0 for need in jobs[reader]}
+                ready[reader] = max(ends[need] + hop for need, hop in hops.items())
+    return max(ends.values())

@@ -20,7 +20,7 @@ from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, best_of, percent_more, ratio, titled
 from retime.recipes.ooo import cluster as on_ranks
 from retime.recipes.ooo.claims import claim, target
-from retime.recipes.ooo.cluster import IDLE, MIB, PEAK, OnRanks, best_of_ours, bound_ms, bound_notes
+from retime.recipes.ooo.cluster import IDENTICAL, IDLE, MIB, PEAK, OnRanks, best_of_ours, bound_ms, bound_notes
 from retime.recipes.ooo.settings import OutOfOrderSettings, of_case
 from retime.recipes.ooo.variants import BOUNDS, label, variant
 
@@ -49,20 +49,17 @@ class Hosts(OnRanks):
 
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
         hosts = at["hosts"]
-        costs = self._costs(settings, min(hosts, len(os.sched_getaffinity(0))), tick)
+        busy = min(hosts, len(os.sched_getaffinity(0)))
+        if busy not in self._known_costs:  # of layers, with as many ranks at work as the cores will be shared by later
+            with self.network(settings, busy, settings.rate) as network:
+                self._known_costs[busy] = self.run_job(settings, network, tick, "layers")[0]
+        costs = self._known_costs[busy]
         sleeping = costs["layers"] if at["compute"] == EMULATED else None
         names = [name for name in settings.variants if hosts > 1 or name.startswith("ddp")]
         measured = self.compare_variants(replace(settings, hosts=hosts, variants=names), tick, sleeping=sleeping)
         measured.facts["layers"] = costs["layers"]
         measured.facts["cluster"]["update_ms"] = costs["update_ms"]
         return measured
-
-    def _costs(self, settings: OutOfOrderSettings, busy: int, tick: Tick) -> dict[str, Any]:
-        """The layers' times, with as many ranks at work at the same time as the cores will be shared by later."""
-        if busy not in self._known_costs:
-            with self.network(settings, busy, settings.rate) as network:
-                self._known_costs[busy] = self.run_job(settings, network, tick, "layers")[0]
-        return self._known_costs[busy]
 
     def compare(self, result: Result) -> list[Comparison]:
         ratios = []
@@ -76,7 +73,7 @@ class Hosts(OnRanks):
 
     def notes(self, result: Result) -> list[str]:
         lines = []
-        for point in sorted(result.points, key=_order):
+        for point in sorted(result.points, key=lambda point: (point.at["compute"], point.at["hosts"])):
             lines += bound_notes(point, f"{point.at['compute']} computation")
             ours = best_of_ours(point)
             peers = [name for name in point.variants("step") if name not in (*BOUNDS, ours)]
@@ -97,7 +94,7 @@ class Hosts(OnRanks):
         kinds = [kind for kind in (REAL, EMULATED) if any(point.at["compute"] == kind for point in result.points)]
         drawing, panels = charts.one_or_panels(titled(result), len(kinds), sharey=True)
         for axes, kind in zip(panels, kinds, strict=True):
-            points = sorted((point for point in result.points if point.at["compute"] == kind), key=_order)
+            points = sorted((p for p in result.points if p.at["compute"] == kind), key=lambda p: int(p.at["hosts"]))
             names = dict.fromkeys(name for point in points for name in point.variants("step") if name not in BOUNDS)
             hosts = [point.at["hosts"] for point in points]
             for index, name in enumerate(names):
@@ -120,10 +117,6 @@ def throughput(point: Point, step_ms: list[float]) -> Spread:
     return spread([samples / value for value in step_ms])
 
 
-def _order(point: Point) -> tuple[str, int]:
-    return (point.at["compute"], point.at["hosts"])
-
-
 class Sweep(OnRanks):
     """One point: every k of `ks` beside plain DDP, all interleaved."""
 
@@ -141,27 +134,23 @@ class Sweep(OnRanks):
         return self.compare_variants(replace(settings, variants=variants), tick)
 
     def compare(self, result: Result) -> list[Comparison]:
-        lines = []
-        for point in result.points:
-            best = best_fixed(point)
-            if best is None:
-                continue
-            wanted = Target(f"best k of the sweep ({best}) over ddp", "x", 1.25)
-            lines.append(Comparison(wanted, ratio(point, "ddp", best), _peer_note(point, best)))
-            if point.has("ooo_tuned", "step"):
-                auto = f"auto k={point.facts['cluster']['k']}"
-                lines.append(Comparison(target("sweep-search"), within_best(point), auto))
+        (point,) = result.points
+        best = str(best_fixed(point))
+        wanted = Target(f"best k of the sweep ({best}) over ddp", "x", 1.25)
+        lines = [Comparison(wanted, ratio(point, "ddp", best), _peer_note(point, best))]
+        if point.has("ooo_tuned", "step"):
+            auto = f"auto k={point.facts['cluster']['k']}"
+            lines.append(Comparison(target("sweep-search"), within_best(point), auto))
         return lines
 
     def notes(self, result: Result) -> list[str]:
-        lines = []
-        for point in result.points:
-            speeds = {k: 1 / point.median(name, "step") for k, name in fixed(point).items()}
-            if len(speeds) > 2:
-                breaks = concavity_breaks(speeds)
-                remark = f"but at {breaks} of {len(speeds)} k" if breaks else "as the paper's search assumes"
-                lines.append(f"- throughput over k rises to one top and falls after it, {remark}")
-            lines += bound_notes(point, "sweep")
+        (point,) = result.points
+        lines = bound_notes(point, "sweep")
+        speeds = {k: 1 / point.median(name, "step") for k, name in fixed(point).items()}
+        if len(speeds) > 2:
+            breaks = concavity_breaks(speeds)
+            remark = f"but at {breaks} of {len(speeds)} k" if breaks else "as the paper's search assumes"
+            lines.insert(0, f"- throughput over k rises to one top and falls after it, {remark}")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -171,8 +160,7 @@ class Sweep(OnRanks):
         drawing, axes = charts.figure(titled(result, f"{cluster['hosts']} hosts, {rate}"), width=9)
         names = fixed(point)
         speeds = [throughput(point, point.values(name, "step")) for name in names.values()]
-        if names:
-            charts.points_with_spread(axes, list(names), speeds, "every k, interleaved", 0, line=True)
+        charts.points_with_spread(axes, list(names), speeds, "every k, interleaved", 0, line=True)
         for index, name in enumerate((name for name in point.variants("step") if name.startswith("ddp")), start=1):
             middle = throughput(point, point.values(name, "step")).median
             axes.axhline(middle, color=charts.COLOURS[index], linestyle="--", linewidth=1.2, label=label(name))
@@ -248,14 +236,29 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
                 note = "; ".join(filter(None, (_peer_note(points[case], ours), allows)))
                 wanted = Target(f"{case}: out of order over Lightning's ddp", "x", least)
                 lines.append(Comparison(wanted, ratio(points[case], "ddp", ours) if ours else None, note))
-        if "mlp" in points:
-            lines += _mlp(points["mlp"])
-        same = {case: _all_identical(point) for case, point in points.items() if case.startswith("identical")}
+        mlp = points.get("mlp")
+        if mlp is not None:
+            ours, plain, best = best_of_ours(mlp), on_ranks.bound_fraction(mlp, "ddp"), best_fixed(mlp)
+            if ours:
+                note = f"ddp {plain.median:.2f}" if plain else ""
+                lines.append(Comparison(target("bound"), on_ranks.bound_fraction(mlp, ours), note))
+            if best and mlp.has("ooo_tuned", "step"):
+                among = ", ".join(str(k) for k in fixed(mlp))
+                note = f"auto k={mlp.facts['cluster']['k']}, best {best} of k={among}; ooo_ksweep has the full sweep"
+                lines.append(Comparison(target("search"), within_best(mlp), note))
+            if (steps := mlp.facts.get("search", {}).get("steps")) is not None:
+                lines.append(Comparison(target("search-steps"), spread([float(steps)])))
+        # by case, whether all variants end with the weights of ddp
+        same = {
+            case: {*point.variants("step")} - {*BOUNDS} <= {*point.facts[IDENTICAL].split(", ")}
+            for case, point in points.items()
+            if case.startswith("identical")
+        }
         if same:
             cases = ", ".join(case.removeprefix("identical_") for case in same)
             lines.append(Comparison(target("identical"), spread([100.0 * sum(same.values()) / len(same)]), cases))
         if "memory" in points:
-            lines += _memory(points["memory"], points.get("mlp"))
+            lines += _memory(points["memory"], mlp)
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -271,62 +274,36 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
         ours_ms = {point.at["case"]: point.median(name, "step") for point in points if (name := best_of_ours(point))}
         points.sort(key=lambda p: p.median("ddp", "step") / ours_ms.get(p.at["case"], float("inf")), reverse=True)
         height = 1.5 + 1.2 * max(3, len(points))
-        drawing, (speeds, parts) = charts.panels(titled(result, "by gain"), 2, width=16, height=height)
-        _draw_speeds(speeds, points)
-        _draw_parts(parts, points)
+        drawing, (left, right) = charts.panels(titled(result, "by gain"), 2, width=16, height=height)
+        names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
+        charts.beside(left, [(label(name), [ratio(p, "ddp", name) for p in points]) for name in names], 0.17)
+        # right: where a step goes, by StepTimeline, and the idle part of the core's time as a line below each bar
+        places, bars, idle = [], {}, []
+        for place, point in enumerate(points):
+            case, rate = point.at["case"], point.facts["cluster"]["rate_bits"]
+            places.append(f"{case}\n{rate / 1e9:.2g} Gbit/s" if rate else f"{case}\nno limit")
+            if (least := paper("ooo").targets["speed"].get(case)) is not None:
+                left.hlines(least, place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
+            if ceiling := on_ranks.busy_ceiling(point):
+                left.hlines(ceiling.median, place - 0.4, place + 0.4, color="black", linewidth=1, linestyle=":")
+            for name in (name for name in SHOWN if point.has(name, PARTS[0])):
+                parts = {part: point.median(name, part) for part in PARTS if point.has(name, part)}
+                parts["backward"] -= parts.get("communication exposed", 0.0)
+                bars[f"{case}: {label(name)}"] = parts
+                idle.append(point.median(name, IDLE))
+        left.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
+        left.plot([], [], color="black", linewidth=1, linestyle=":", label="ceiling: ddp's step without its idle time")
+        charts.even_line(left, "Lightning's ddp")
+        left.set_xticks(range(len(points)), places)
+        left.set_ylabel("steps per second against ddp (x)")
+        charts.stacked_bars(right, bars, "ms of a step, one more fit with StepTimeline")
+        for place, (bar, milliseconds) in enumerate(zip(bars.values(), idle, strict=True)):
+            end = sum(bar.values())
+            right.plot([end - milliseconds, end], [place + 0.4] * 2, color="black", linewidth=2.5)
+        right.plot([], [], color="black", linewidth=2.5, label="core idle")
+        for axes in (left, right):
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
         charts.save(drawing, path)
-
-
-def _draw_speeds(axes: Any, points: list[Point]) -> None:
-    names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
-    charts.beside(axes, [(label(name), [ratio(p, "ddp", name) for p in points]) for name in names], 0.17)
-    for place, point in enumerate(points):
-        if (least := paper("ooo").targets["speed"].get(point.at["case"])) is not None:
-            axes.hlines(least, place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
-        if ceiling := on_ranks.busy_ceiling(point):
-            axes.hlines(ceiling.median, place - 0.4, place + 0.4, color="black", linewidth=1, linestyle=":")
-    axes.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
-    axes.plot([], [], color="black", linewidth=1, linestyle=":", label="ceiling: ddp's step without its idle time")
-    charts.even_line(axes, "Lightning's ddp")
-    axes.set_xticks(range(len(points)), [_place(point) for point in points])
-    axes.set_ylabel("steps per second against ddp (x)")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
-
-
-def _draw_parts(axes: Any, points: list[Point]) -> None:
-    """Draw where a step goes, by StepTimeline, with the idle part of the core's time as a line below each bar."""
-    bars, idle = {}, []
-    for point in points:
-        for name in SHOWN:
-            if not point.has(name, PARTS[0]):
-                continue
-            parts = {part: point.median(name, part) for part in PARTS if point.has(name, part)}
-            parts["backward"] -= parts.get("communication exposed", 0.0)
-            bars[f"{point.at['case']}: {label(name)}"] = parts
-            idle.append(point.median(name, IDLE))
-    charts.stacked_bars(axes, bars, "ms of a step, one more fit with StepTimeline")
-    for place, (bar, milliseconds) in enumerate(zip(bars.values(), idle, strict=True)):
-        end = sum(bar.values())
-        axes.plot([end - milliseconds, end], [place + 0.4] * 2, color="black", linewidth=2.5)
-    axes.plot([], [], color="black", linewidth=2.5, label="core idle")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
-
-
-def _mlp(point: Point) -> list[Comparison]:
-    """The rows of the table that the first case answers besides its speed."""
-    ours = best_of_ours(point)
-    plain, lines = on_ranks.bound_fraction(point, "ddp"), []
-    if ours:
-        note = f"ddp {plain.median:.2f}" if plain else ""
-        lines.append(Comparison(target("bound"), on_ranks.bound_fraction(point, ours), note))
-    best = best_fixed(point)
-    if best and point.has("ooo_tuned", "step"):
-        among = ", ".join(str(k) for k in fixed(point))
-        note = f"auto k={point.facts['cluster']['k']}, best {best} of k={among}; ooo_ksweep has the full sweep"
-        lines.append(Comparison(target("search"), within_best(point), note))
-    if (steps := point.facts.get("search", {}).get("steps")) is not None:
-        lines.append(Comparison(target("search-steps"), spread([float(steps)])))
-    return lines
 
 
 def _memory(point: Point, timed: Point | None) -> list[Comparison]:
@@ -345,19 +322,9 @@ def _memory(point: Point, timed: Point | None) -> list[Comparison]:
     return lines
 
 
-def _all_identical(point: Point) -> bool:
-    identical = point.facts["final weights bit-identical to ddp, on all ranks"].split(", ")
-    return all(name in identical for name in point.variants("step") if name not in BOUNDS)
-
-
 def _peer_note(point: Point, ours: str | None) -> str:
     peer = best_of(point, "ddp", "step")
     speedup = ratio(point, peer, ours) if ours else None
     if speedup is None or peer == "ddp" or peer is None:
         return ""
     return f"{speedup.median:.2f} x over {label(peer)}"
-
-
-def _place(point: Point) -> str:
-    rate = point.facts["cluster"]["rate_bits"]
-    return f"{point.at['case']}\n{rate / 1e9:.2g} Gbit/s" if rate else f"{point.at['case']}\nno limit"

@@ -5,9 +5,9 @@ sets GPUs and network for Figure 10, the throughput over the number of GPUs in t
 """
 
 import dataclasses
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -19,7 +19,7 @@ from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.recipe import Measured, SimulatedRecipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.ooo import claims, model_costs
-from retime.recipes.ooo.calibration import CalibratedSimulator, calibrate, read_runs
+from retime.recipes.ooo.calibration import Parameters, calibrate, read_runs
 from retime.recipes.ooo.model_costs import SETTINGS, V100, Setting, calibrated, compute_ms, count, layer_costs
 from retime.recipes.ooo.settings import SimulatedSettings
 from retime.schedules import LayerCost, systems
@@ -33,8 +33,7 @@ class Discussion(SimulatedRecipe[SimulatedSettings]):
     """Two numbers of the text are given to the simulator, computation and baseline's overhead; the others come out."""
 
     def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        costs, setting = discussed(settings)
-        share = network_share(settings, costs, setting)
+        costs, setting, share = discussed(settings)
         cluster = setting.cluster(_DEVICES, share, settings.latency_ms)
         sizes = Sizes(settings.partition_bytes, settings.bucket_bytes)
         k = 45
@@ -49,14 +48,13 @@ class Discussion(SimulatedRecipe[SimulatedSettings]):
         for name, (_, ran) in runs.items():
             parts = {"step": ran.step_ms, "computation": ran.compute_ms, "communication overhead": ran.idle_ms}
             rows += [Row(name, quantity, "ms", [ms]) for quantity, ms in parts.items()]
-        deferred_ms = sum(cost.weight_gradient_ms for cost in costs[1:k])
         facts = {
             "layers": len(costs),
             "gradient MB": round(sum(cost.size_bytes for cost in costs) / 1e6, 1),
             "GPU efficiency": round(setting.gpu.efficiency, 3),
             "network Gbit/s": round(cluster.between_nodes.bits_per_s / 1e9, 3),
             "best k": {name: k for name, (k, _) in runs.items() if "best" in name},
-            "W2 to W45 (ms)": round(deferred_ms, 2),
+            "W2 to W45 (ms)": round(sum(cost.weight_gradient_ms for cost in costs[1:k]), 2),
         }
         return Measured(rows, facts)
 
@@ -111,22 +109,20 @@ class Discussion(SimulatedRecipe[SimulatedSettings]):
         charts.save(drawing, path)
 
 
-def discussed(settings: SimulatedSettings) -> tuple[list[LayerCost], Setting]:
-    """The discussed network's layers on the discussed GPU, at the efficiency that the stated computation time gives."""
+def discussed(settings: SimulatedSettings) -> tuple[list[LayerCost], Setting, float]:
+    """The discussed network's layers on the discussed GPU, at the efficiency that the stated computation time gives.
+
+    Last comes the share of the network's data sheet at which the baseline's communication overhead is the stated one.
+
+    Raises:
+        ValueError: no share gives it.
+    """
     setting = SETTINGS[_CLUSTER]
     operations = count(lambda: build(settings.model), settings.image_size)
     gpu = calibrated(setting.gpu, operations, settings.batch_size, settings.compute_ms)
     costs = layer_costs(operations, gpu, settings.batch_size)
     assert abs(compute_ms(costs) - settings.compute_ms) < 1e-6 * settings.compute_ms
-    return costs, setting.with_efficiency(gpu.efficiency)
-
-
-def network_share(settings: SimulatedSettings, costs: Sequence[LayerCost], setting: Setting) -> float:
-    """The share of the network's data sheet at which the baseline's communication overhead is the stated one.
-
-    Raises:
-        ValueError: no share gives it.
-    """
+    setting = setting.with_efficiency(gpu.efficiency)
     sizes = Sizes(settings.partition_bytes, settings.bucket_bytes)
 
     def overhead_ms(share: float) -> float:
@@ -141,7 +137,7 @@ def network_share(settings: SimulatedSettings, costs: Sequence[LayerCost], setti
     for _ in range(30):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if overhead_ms(middle) > settings.overhead_ms else (low, middle)
-    return high
+    return costs, setting, high
 
 
 PAPERS_NETWORK, CALIBRATED = "section 8.3", "calibrated"
@@ -157,24 +153,32 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
 
     def __init__(self) -> None:
         self._operations: dict[str, list[model_costs.Operations]] = {}
-        self._shares: dict[str, float] = {}
-        self._calibration: CalibratedSimulator | None = None
-        self._efficiency: float | None = None
+        self._discussed: tuple[float, float] | None = None  # the GPU's efficiency, and the network's share
+        self._calibration: tuple[Parameters, dict[str, float]] | None = None
 
     def points(self, settings: SimulatedSettings) -> list[dict[str, Any]]:
         for name, options in (("clusters", list(SETTINGS)), ("networks", [PAPERS_NETWORK, CALIBRATED])):
-            unknown = sorted(set(getattr(settings, name)) - set(options))
-            if unknown:
+            if unknown := sorted(set(getattr(settings, name)) - set(options)):
                 raise ValueError(f"{name}={unknown}: there are {', '.join(options)}")
         measured = Path(settings.calibration).exists()
         return [at for at in super().points(settings) if at["network"] != CALIBRATED or measured]
 
     def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        share = self._share(settings, at["network"])
-        assert self._efficiency is not None
-        setting = SETTINGS[at["cluster"]].with_efficiency(self._efficiency)
-        batch_size = setting.batch_sizes.get(at["model"], setting.batch_size)
-        costs = layer_costs(self._count(settings, at["model"]), setting.gpu, batch_size)
+        if self._discussed is None:
+            _, setting, share = discussed(settings)
+            self._discussed = setting.gpu.efficiency, share
+        efficiency, share = self._discussed
+        calibration = None
+        if at["network"] == CALIBRATED:
+            calibration = self._calibration = self._calibration or calibrate(read_runs(Path(settings.calibration)))
+            share = calibration[0].share
+        model = at["model"]
+        if model not in self._operations:
+            self._operations[model] = count(lambda: build(settings.models[model]), settings.image_size)
+        operations = self._operations[model]
+        setting = SETTINGS[at["cluster"]].with_efficiency(efficiency)
+        batch_size = setting.batch_sizes.get(model, setting.batch_size)
+        costs = layer_costs(operations, setting.gpu, batch_size)
         sizes = Sizes(settings.partition_bytes, settings.bucket_bytes)
         rows, best = [], {}
         for system in HEADINGS:
@@ -195,10 +199,17 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
             "best k": best,
             "devices": list(setting.devices),
         }
-        if at["model"] in ("ResNet-50", "ResNet-152"):
-            facts[_CHECKED] = self._check(settings, at["model"])
-        if self._calibration is not None and at["network"] == CALIBRATED:
-            facts["calibration"] = _facts(self._calibration)
+        if model in ("ResNet-50", "ResNet-152"):
+            p100 = dataclasses.replace(model_costs.P100_SXM2, efficiency=efficiency)
+            step_ms = compute_ms(layer_costs(operations, p100, _CHECKED_BATCH))
+            facts[_CHECKED] = round(1e3 * _CHECKED_BATCH / step_ms, 1)
+        if calibration is not None:
+            parameters, errors = calibration
+            mean_error, worst_error = fmean(map(abs, errors.values())), max(errors.values(), key=abs)
+            numbers = {**dataclasses.asdict(parameters), "mean_error": mean_error, "worst_error": worst_error}
+            rounded = {name: round(value, 4) for name, value in numbers.items()}
+            by_run = {name: round(error, 4) for name, error in errors.items()}
+            facts["calibration"] = {"runs": len(errors), **rounded, "errors": by_run}
         return Measured(rows, facts)
 
     def blocks(self, settings: SimulatedSettings) -> int | None:
@@ -225,10 +236,9 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
                     note = f"simulated, {where}, {OVER[ours]}, network as in {network}"
                     lines.append(Comparison(claim, spread([gain]), note))
         for model in ("ResNet-50", "ResNet-152"):
+            claim, note = claims.claim(f"p100-{model.lower()}"), "roofline calibrated on V100, ResNet-50"
             checked = [p.facts[_CHECKED] for p in _points(result, model=model) if _CHECKED in p.facts]
-            if checked:
-                claim, note = claims.claim(f"p100-{model.lower()}"), "roofline calibrated on V100, ResNet-50"
-                lines.append(Comparison(claim, spread(checked[:1]), note))
+            lines += [Comparison(claim, spread([images]), note) for images in checked[:1]]
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -308,28 +318,6 @@ class Scaling(SimulatedRecipe[SimulatedSettings]):
         charts.save(drawing, path)
         _draw_throughput(points, clusters, result, path.with_name("throughput.png"))
 
-    def _share(self, settings: SimulatedSettings, network: str) -> float:
-        if self._efficiency is None:
-            costs, setting = discussed(settings)
-            self._efficiency = setting.gpu.efficiency
-            self._shares[PAPERS_NETWORK] = network_share(settings, costs, setting)
-        if network == CALIBRATED and CALIBRATED not in self._shares:
-            self._calibration = calibrate(read_runs(Path(settings.calibration)))
-            self._shares[CALIBRATED] = self._calibration.parameters.share
-        return self._shares[network]
-
-    def _count(self, settings: SimulatedSettings, model: str) -> list[model_costs.Operations]:
-        if model not in self._operations:
-            block = settings.models[model]
-            self._operations[model] = count(lambda: build(block), settings.image_size)
-        return self._operations[model]
-
-    def _check(self, settings: SimulatedSettings, model: str) -> float:
-        assert self._efficiency is not None
-        device = dataclasses.replace(model_costs.P100_SXM2, efficiency=self._efficiency)
-        step_ms = compute_ms(layer_costs(self._count(settings, model), device, _CHECKED_BATCH))
-        return round(1e3 * _CHECKED_BATCH / step_ms, 1)
-
 
 def _quantity(devices: int) -> str:
     return f"{devices} GPU" if devices == 1 else f"{devices} GPUs"
@@ -343,14 +331,6 @@ def _gain(point: Point, devices: int, ours: str) -> float:
 
 def _points(result: Result, **at: str) -> list[Point]:
     return [point for point in result.points if all(point.at[key] == value for key, value in at.items())]
-
-
-def _facts(calibration: CalibratedSimulator) -> dict[str, Any]:
-    errors = {"mean_error": calibration.mean_error, "worst_error": calibration.worst_error}
-    numbers = {**dataclasses.asdict(calibration.parameters), **errors}
-    rounded = {name: round(value, 4) for name, value in numbers.items()}
-    by_run = {name: round(error, 4) for name, error in calibration.errors.items()}
-    return {"runs": len(calibration.measured_ms), **rounded, "errors": by_run}
 
 
 def _draw_throughput(points: list[Point], clusters: list[str], result: Result, path: Path) -> None:

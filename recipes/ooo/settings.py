@@ -115,7 +115,6 @@ def of_case(settings: S, name: str, *own: str) -> S:
     """
     case = settings.cases[name]  # type: ignore[attr-defined]
     there = [field.name for field in fields(settings) if field.name not in _NOT_OF_A_CASE]
-    unknown = [key for key in case if key not in (*there, *own)]
-    if unknown:
+    if unknown := [key for key in case if key not in (*there, *own)]:
         raise ValueError(f"cases.{name}.{unknown[0]} is no setting of a case; there are {', '.join((*there, *own))}")
     return replace(settings, **{key: value for key, value in case.items() if key not in own})

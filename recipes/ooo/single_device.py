@@ -32,7 +32,7 @@ import gc
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -72,6 +72,7 @@ NOT_SLOWER, OVER_GRAPH = 0.99, 1.05
 TAKEN_OFF = "two streams taken off, over the plain step of their process"
 PEAKS = 3
 """How often bytes are counted."""
+COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class SingleDevice(CaseRecipe[SingleDeviceSettings]):
@@ -98,12 +99,10 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         request = {"do": "begin", "case": case, "seed": settings.seed}
         missing, times, last = dict[str, str](), dict[str, list[float]](), dict[str, dict[str, Any]]()
         facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"], "kept": {}}
-        fits: dict[str, dict[str, Any]] = {one_step.label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
         fuses, fused = bool(case.get("fuse_updates")), "fused_optimizer"
-        if fuses:
-            fits |= {
-                one_step.label(f"{PLAIN}, {fused}", n): {"threads": n, "method": fused} for n in range(1, threads + 1)
-            }
+        kinds: dict[str, dict[str, Any]] = {PLAIN: {}} | ({f"{PLAIN}, {fused}": {"method": fused}} if fuses else {})
+        numbers = range(1, threads + 1)
+        fits = {one_step.label(kind, n): {"threads": n, **more} for kind, more in kinds.items() for n in numbers}
         environments = environments_of(settings.allocators, settings.libraries, missing)
         with tempfile.TemporaryDirectory() as cache:
             if settings.compiled:
@@ -121,7 +120,8 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 workers: dict[str, Worker] = {}
                 with closing(workers):
                     for label, (_, environment) in everything.items():
-                        workers[label] = _worker(None, settings.timeout_s, environment, cache)
+                        variables = {**environment, COMPILER_CACHE: cache}
+                        workers[label] = Worker(Server, None, settings.timeout_s, environment=variables)
                         workers[label].tell(request)
                     for worker in workers.values():
                         worker.answer()
@@ -163,10 +163,26 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                 if ours is not None and over is not None:
                     note = f"{_case(point)}, {_how(ours)}, over {best}; {on_and_off(point, ours, over)}"
                     lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
-            if (gain := taken_off(point)) is not None:
-                note = f"{_case(point)}, over {gain[0]}; {verdict(gain[1], NOT_SLOWER)}"
-                lines.append(Comparison(Target(TAKEN_OFF, "x", NOT_SLOWER), gain[1], note))
-        return [*lines, *_papers(result)]
+            if (gain := kept_on(point)) is not None:
+                threads = gain[0].rpartition(", ")[2]
+                same = f"{one_step.FUSED if point.settings['case'].get('fuse_updates') else PLAIN}, {threads}"
+                off = point.speedup(same, f"{one_step.TAKEN_OFF}, {threads}", TURNED)
+                note = f"{_case(point)}, over {same}; {verdict(off, NOT_SLOWER)}"
+                lines.append(Comparison(Target(TAKEN_OFF, "x", NOT_SLOWER), off, note))
+        for published in (claim(f"figure-7-{network}") for network in ("mobilenet", "densenet", "resnet")):
+            network = published.what.partition(",")[0]
+            for point in result.points:
+                over = best_gain(point, PLAIN)[2]
+                if over is not None and point.at["case"].startswith(network):
+                    here = "a CPU" if _is_on_cpu(point) else "over the plain step"
+                    note = f"the paper's: a V100, over XLA, kernels issued ahead; here {here}, {_case(point)}"
+                    lines.append(Comparison(published, over, note))
+        for point in filter(_is_looked_at, result.points):
+            if more := percent_more(point, TWO_STREAMS, PLAIN, ALIVE):
+                kept = "holds" if more.median <= claim("figure-9-peak").value else "does not hold"
+                mib = amount(point.median(TWO_STREAMS, ALIVE) - point.median(PLAIN, ALIVE), "MiB")
+                lines.append(Comparison(claim("figure-9-peak"), more, f"{point.at['case']}: {mib} more; {kept}"))
+        return lines
 
     def notes(self, result: Result) -> list[str]:
         lines = [ON_CPU if _is_on_cpu(result.points[0]) else ON_DEVICE]
@@ -203,7 +219,18 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         )
         unused.remove()
         whole.set_subplotspec(whole.get_gridspec()[0, :])
-        _draw_gains(whole, result)
+        labels = sorted({label for point in result.points for label in gains(point)})
+        series = [(f"over plain, {_how(one)}", [gains(point).get(one) for point in result.points]) for one in labels]
+        for kind, words in ((COMPILED, "the best compiled step"), (GRAPH, "a CUDA graph alone")):
+            peers = [best_gain(point, kind)[2] for point in result.points]
+            series += [(f"over {words}", peers)] if any(peers) else []
+        turned = [gain and gain[1] for gain in map(kept_on, result.points)]
+        series += [("over plain, kept on in one process", turned)] if any(turned) else []
+        charts.beside(whole, series, 0.16)
+        charts.even_line(whole, "equally fast")
+        whole.set_xticks(range(len(result.points)), [p.at["case"] for p in result.points], rotation=25, ha="right")
+        whole.set_ylabel("steps per second of two streams\nagainst another step (x)")
+        whole.legend(fontsize=8)
         for axes, point in zip(panels, steps, strict=True):
             over = best_gain(point, PLAIN)[2]
             gain = "" if over is None else f": {amount(over.median, 'x')} in fits"
@@ -211,21 +238,6 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         if steps:
             charts.colour_legend(drawing, one_step.KINDS, title=one_step.LEGEND, title_fontsize=8)
         charts.save(drawing, path)
-
-
-def _draw_gains(axes: Any, result: Result) -> None:
-    labels = sorted({label for point in result.points for label in gains(point)})
-    series = [(f"over plain, {_how(one)}", [gains(point).get(one) for point in result.points]) for one in labels]
-    for kind, words in ((COMPILED, "the best compiled step"), (GRAPH, "a CUDA graph alone")):
-        over = [best_gain(point, kind)[2] for point in result.points]
-        series += [(f"over {words}", over)] if any(over) else []
-    turned = [gain and gain[1] for gain in map(kept_on, result.points)]
-    series += [("over plain, kept on in one process", turned)] if any(turned) else []
-    charts.beside(axes, series, 0.16)
-    charts.even_line(axes, "equally fast")
-    axes.set_xticks(range(len(result.points)), [p.at["case"] for p in result.points], rotation=25, ha="right")
-    axes.set_ylabel("steps per second of two streams\nagainst another step (x)")
-    axes.legend(fontsize=8)
 
 
 ON_CPU = (
@@ -249,22 +261,19 @@ def _is_on_cpu(point: Point) -> bool:
     return str(point.settings.get("hardware", {}).get("device", "cpu")) == "cpu"
 
 
-def _worker(request: dict[str, Any] | None, timeout_s: float, environment: dict[str, str], cache: str) -> Worker:
-    return Worker(Server, request, timeout_s, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": cache})
-
-
 def _compile(
     settings: SingleDeviceSettings, request: dict[str, Any], cache: str, threads: int, missing: dict[str, str]
 ) -> dict[str, tuple[int, float]]:
     """Compile for each number of threads, so that later processes find it done; the number and seconds, by label."""
     compiled: dict[str, tuple[int, float]] = {}
+    limit_s, environment = settings.compile_limit_s, {COMPILER_CACHE: cache}
     for number in range(1, threads + 1):
         label = one_step.label(COMPILED, number)
         try:
-            with contextlib.closing(_worker(request, settings.compile_limit_s, {}, cache)) as worker:
+            with contextlib.closing(Worker(Server, request, limit_s, environment=environment)) as worker:
                 compiled[label] = number, round(worker.ask({"do": "compile", "threads": number}), 2)
         except WorkerError as error:
-            took_long = f"compiling takes more than {settings.compile_limit_s:g} s (compile_limit_s)"
+            took_long = f"compiling takes more than {limit_s:g} s (compile_limit_s)"
             missing[label] = took_long if "no answer" in str(error) else str(error).strip().splitlines()[0]
     return compiled
 
@@ -277,13 +286,13 @@ def _look(
     facts: dict[str, Any],
 ) -> list[Row]:
     """One step of either kind goes to `facts`; rows of steps in turns, and of peaks if bytes can be counted here."""
-    rows, turned = list[Row](), dict[str, list[float]]()
+    turned = dict[str, list[float]]()
     for number in range(settings.processes):
         turns = {"do": "turns", "rounds": settings.rounds, "two": drawn[TWO_STREAMS], "first": number}
         with contextlib.closing(Worker(Server, request, settings.timeout_s, environment=environment)) as worker:
             for label, values in worker.ask(turns).items():
                 turned.setdefault(label, []).extend(values)
-    rows += [Row(label, TURNED, "ms", values) for label, values in turned.items()]
+    rows = [Row(label, TURNED, "ms", values) for label, values in turned.items()]
     with contextlib.closing(Worker(Server, request, settings.timeout_s, environment=environment)) as worker:
         ask = worker.ask
         facts |= ask({"do": "both_steps", **drawn})
@@ -295,23 +304,6 @@ def _look(
         except WorkerError as error:
             facts["missing"][ALIVE] = str(error)
     return rows
-
-
-def _papers(result: Result) -> Iterator[Comparison]:
-    """The paper's numbers, of speed and of memory."""
-    for published in (claim(f"figure-7-{network}") for network in ("mobilenet", "densenet", "resnet")):
-        network = published.what.partition(",")[0]
-        for point in result.points:
-            over = best_gain(point, PLAIN)[2]
-            if over is not None and point.at["case"].startswith(network):
-                here = "a CPU" if _is_on_cpu(point) else "over the plain step"
-                note = f"the paper's: a V100, over XLA, kernels issued ahead; here {here}, {_case(point)}"
-                yield Comparison(published, over, note)
-    for point in filter(_is_looked_at, result.points):
-        if more := percent_more(point, TWO_STREAMS, PLAIN, ALIVE):
-            kept = "holds" if more.median <= claim("figure-9-peak").value else "does not hold"
-            mib = amount(point.median(TWO_STREAMS, ALIVE) - point.median(PLAIN, ALIVE), "MiB")
-            yield Comparison(claim("figure-9-peak"), more, f"{point.at['case']}: {mib} more; {kept}")
 
 
 def _case(point: Point) -> str:
@@ -365,15 +357,6 @@ def kept_on(point: Point) -> tuple[str, Spread] | None:
     return None if best is None else (best, point.speedup(best, TWO_STREAMS, TURNED))
 
 
-def taken_off(point: Point) -> tuple[str, Spread] | None:
-    """As :func:`kept_on`, of steps from which two streams were taken off, over those that run the same code."""
-    if (gain := kept_on(point)) is None:
-        return None
-    threads = gain[0].rpartition(", ")[2]
-    same = f"{one_step.FUSED if point.settings['case'].get('fuse_updates') else PLAIN}, {threads}"
-    return same, point.speedup(same, f"{one_step.TAKEN_OFF}, {threads}", TURNED)
-
-
 def on_and_off(point: Point, ours: str, over: Spread) -> str:
     """Number of fits that kept two streams on; where some did and others did not, the speed of each sort by itself."""
     on = point.facts["kept"][ours]  # by fit, each of which has as many rounds
@@ -389,25 +372,8 @@ def verdict(over: Spread, wanted: float) -> str:
     return words[inside(over, wanted, math.inf)]
 
 
-class Server:
-    """In a process of its own: the first request says what is trained, each further one what to do with it."""
-
-    def begin(self, request: dict[str, Any]) -> None:
-        """Take what is trained from this request."""
-        self._request = request
-        self._case, self._seed = request["case"], request["seed"]
-
-    def both_steps(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return one step of either kind."""
-        return one_step.both(self._case, self._seed, request[PLAIN], request[TWO_STREAMS])
-
-    def peak_bytes(self, request: dict[str, Any]) -> int:
-        """Return the most bytes alive in a plain step, or in one on two streams."""
-        return one_step.peak_bytes(self._case, self._seed, **request["which"])
-
-    def turns(self, request: dict[str, Any]) -> dict[str, list[float]]:
-        """Return what steps of bare loops take that have turns in this process."""
-        return one_step.in_turns(self._case, self._seed, request["rounds"], request["two"], request["first"])
+class Server(one_step.BareLoops):
+    """Fits of a Trainer too."""
 
     def compile(self, request: dict[str, Any]) -> float:
         """Return the seconds of compiling."""
@@ -427,9 +393,9 @@ class Server:
 
     def _compiled(self) -> tuple[Any, float]:
         """The model, compiled in a first step, and the seconds of that."""
-        case = self._request["case"]
+        case = self._case
         torch.compiler.reset()  # what an earlier fit has compiled is for another number of threads
-        step: Any = torch.compile(build_model(case["model"], CPU, self._request["seed"]))
+        step: Any = torch.compile(build_model(case["model"], CPU, self._seed))
         ((inputs, targets),) = build_batches(case["data"], case["batch_size"], 1)
         started = perf_counter()
         loss_of(step(inputs), targets).backward()  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -71,11 +71,6 @@ class Variant:
             raise ValueError(f"{self.name} needs the k of a search: run one first")
         strategy: Strategy = OOODataParallelStrategy(k=k, cross_iteration=self.cross_iteration, **options)
         return strategy
-
-
-def alone() -> Strategy:
-    """A rank that trains by itself: the bound that computation sets."""
-    return SingleDeviceStrategy(device="cpu")
 
 
 def variant(name: str) -> Variant:

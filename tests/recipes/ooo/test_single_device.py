@@ -46,6 +46,12 @@ LINEAR = {
 }
 
 
+def bare_loops(case: dict[str, Any]) -> single_device.Server:
+    server = single_device.Server()
+    server.begin({"case": case, "seed": 0})
+    return server
+
+
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> SingleDeviceSettings:
     fork_workers(monkeypatch, single_device)
@@ -86,7 +92,8 @@ def test_it_measures_and_reports(
 def test_two_streams_that_are_taken_off_leave_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     loops, close = list[one_step.Loop](), one_step.Loop.close
     monkeypatch.setattr(one_step.Loop, "close", lambda loop: (loops.append(loop), close(loop)))
-    turns = one_step.in_turns(LINEAR, 0, 2, {"threads": 2, "layers": ["0"], "forward": 1}, first=1)
+    two = {"threads": 2, "layers": ["0"], "forward": 1}
+    turns = bare_loops(LINEAR).turns({"rounds": 2, "two": two, "first": 1})
     assert [*turns] == [
         "two streams",
         *(f"{name}, {n}" for n in ("1 thread", "2 threads") for name in ("plain", "taken off")),
@@ -236,7 +243,7 @@ def test_every_case_trains(experiment: str) -> None:
 
 
 def test_a_step_shows_what_each_thread_ran() -> None:
-    facts = one_step.both(LINEAR, 0, {"threads": 2}, {"threads": 2})
+    facts = bare_loops(LINEAR).both_steps({"plain": {"threads": 2}, "two streams": {"threads": 2}})
     plain, two = ([box.split(";") for box in facts[f"{one_step.BOXES}, {name}"]] for name in ("plain", "two streams"))
     assert [int(kind) for kind, *_ in plain] == [one_step.FORWARD, one_step.REST, one_step.UPDATE]
     kinds = [int(kind) for kind, *_ in two]
@@ -268,15 +275,12 @@ def test_layers_that_a_fit_chose_are_those_of_the_drawn_step(monkeypatch: pytest
     monkeypatch.setattr(search, "layers_to_give", lambda times, passes, rest_s: (sorted(times)[:1], 0.5))
     monkeypatch.setattr(advise_worker, "next_request", next_request)
     torch.set_num_threads(2)
-    server = single_device.Server()
-    server.begin({"case": LINEAR, "seed": 0})
     with pytest.raises(EnoughError):
-        server.fit({"threads": 2, "method": "ooo_single_device"})
+        bare_loops(LINEAR).fit({"threads": 2, "method": "ooo_single_device"})
     _, in_the_search, behind_it = (answer["layers"] for answer in answers)
     assert in_the_search is None, "still in the profile, and the first settings are plain ones"
-    server.begin({"case": LINEAR, "seed": 0})
     drawn = {"plain": {"threads": 1}, "two streams": {"threads": 2, "layers": behind_it}}
-    boxes = [box.split(";") for box in server.both_steps(drawn)[f"{one_step.BOXES}, two streams"]]
+    boxes = [box.split(";") for box in bare_loops(LINEAR).both_steps(drawn)[f"{one_step.BOXES}, two streams"]]
     assert [int(kind) for kind, *_ in boxes].count(one_step.WEIGHT) == 1
 
 
@@ -299,12 +303,12 @@ def test_a_step_has_the_threads_and_the_fusion_of_the_setting_that_is_drawn(monk
 
 def test_a_main_thread_that_waits_is_drawn_white() -> None:
     loop = one_step.Loop(LINEAR, 0, 1, two=False)
-    loop.notes.boxes = [
+    loop.boxes = [
         (one_step.OUTPUT, one_step.MAIN, 2.0, 3.0),
         (one_step.WEIGHT, one_step.SUB, 2.0, 6.0),
         (one_step.WEIGHT, one_step.MAIN, 4.0, 5.0),
     ]
-    rest = [edges for kind, _, *edges in loop._boxes([0.0, 1.0, 7.0, 8.0]) if kind == one_step.REST]
+    rest = [edges for kind, _, *edges in loop._all_boxes([0.0, 1.0, 7.0, 8.0]) if kind == one_step.REST]
     assert rest == [[1.0, 4.0], [6.0, 7.0]]
 
 
@@ -313,7 +317,8 @@ def test_bytes_at_the_peak_are_those_of_tensors(monkeypatch: pytest.MonkeyPatch)
         pytest.skip("no pool")
     wide = {**LINEAR, "model": {**LINEAR["model"], "width": 256}, "data": {**LINEAR["data"], "features": 256}}
     weights = 3 * 4 * 256 * 256
-    assert 2 * weights <= one_step.peak_bytes(wide, 0, 1, two=False) < 4 * weights, "weights and gradients"
+    loops, which = bare_loops(wide), {"which": {"threads": 1, "two": False}}
+    assert 2 * weights <= loops.peak_bytes(which) < 4 * weights, "weights and gradients"
     monkeypatch.setattr(MemoryPool, "install", lambda pool: False)
     with pytest.raises(RuntimeError):
-        one_step.peak_bytes(wide, 0, 1, two=False)
+        loops.peak_bytes(which)
