@@ -192,9 +192,6 @@ class Server:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._training: Training | None = None
-        self._base = 0
-        self._planning_s = 0.0
 
     def plan(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return what a step needs without a limit, and the floor."""
@@ -281,7 +278,6 @@ class Server:
 
         A device's memory goes back after each turn, for those of other processes: a step that does not count takes it.
         """
-        assert self._training is not None
         streamed = has_streams(self._training.device)
         times = []
         for _ in range(request["steps"] + streamed):
@@ -296,7 +292,6 @@ class Server:
     def end(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write the weights; return what the process held and moved."""
         training = self._training
-        assert training is not None
         self._probe.stop()
         answer: dict[str, Any] = {
             "measured_bytes": self._probe.peaks()["batch"] - self._base,
@@ -393,7 +388,14 @@ def check(message: str, training: Training) -> tuple[dict[str, bool], str]:
     match = _MESSAGE.search(message)
     if match is None:
         return dict.fromkeys((FLOOR, TASK, LAYER, HINT), False), "none was named"
-    at_floor = _train_in(int(match["floor"]), training)
+    at_floor = "trained"
+    try:
+        training.limit(int(match["floor"]))
+        training.step()
+    except BudgetError as error:
+        at_floor = str(error)
+    finally:
+        training.close()
     checks = {
         FLOOR: at_floor == "trained",
         TASK: hasattr(torch.ops.aten, match["task"] or ""),
@@ -401,14 +403,3 @@ def check(message: str, training: Training) -> tuple[dict[str, bool], str]:
         HINT: bool(_HINT.search(match["hint"])),
     }
     return checks, at_floor
-
-
-def _train_in(budget_bytes: int, training: Training) -> str:
-    try:
-        training.limit(budget_bytes)
-        training.step()
-    except BudgetError as error:
-        return str(error)
-    finally:
-        training.close()
-    return "trained"

@@ -29,8 +29,6 @@ from retime.recipes.core.results import Point, Result, Row, percent_more, titled
 from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim
 from retime.recipes.modnn.side_by_side import BUDGET, STEP, UNLIMITED, block_ms, budgets_of, side_by_side
 
-_EVERY_S = 0.05
-
 
 class NoMeterError(RuntimeError):
     """This machine has no meter of energy that can be read; the message says which was looked for."""
@@ -66,6 +64,7 @@ class Watch:
         return max(self.samples, default=self.mean_watts)
 
 
+@dataclass(frozen=True)
 class EnergyMeter:
     """Reads a counter of energy at the ends and every so often between them.
 
@@ -76,30 +75,25 @@ class EnergyMeter:
         clock: seconds.
     """
 
-    def __init__(
-        self,
-        read_joules: Callable[[], float],
-        source: str,
-        every_s: float = _EVERY_S,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.source = source
-        self._read, self._every_s, self._clock = read_joules, every_s, clock
+    read_joules: Callable[[], float]
+    source: str
+    every_s: float = 0.05
+    clock: Callable[[], float] = time.perf_counter
 
     @contextmanager
     def watching(self) -> Iterator[Watch]:
         """Watch what the block uses; the watch is complete when the block has ended."""
         watch, done = Watch(), threading.Event()
-        last = (self._clock(), self._read())
+        last = (self.clock(), self.read_joules())
 
         def take() -> None:
             nonlocal last
-            now = (self._clock(), self._read())
-            watch.add(now[0] - last[0], now[1] - last[1], self._every_s / 2)
+            now = (self.clock(), self.read_joules())
+            watch.add(now[0] - last[0], now[1] - last[1], self.every_s / 2)
             last = now
 
         def sample() -> None:
-            while not done.wait(self._every_s):
+            while not done.wait(self.every_s):
                 take()
 
         thread = threading.Thread(target=sample, name="retime-energy-meter", daemon=True)
@@ -154,12 +148,9 @@ def find_meter(device: torch.device | str, powercap: Path) -> EnergyMeter:
         NoMeterError: there is none.
     """
     device = torch.device(device)
-    if device.type == "cuda":
-        return _nvml_meter(device.index or 0)
-    return EnergyMeter(RaplCounter(powercap), "RAPL, all processor packages")
-
-
-def _nvml_meter(index: int) -> EnergyMeter:
+    if device.type != "cuda":
+        return EnergyMeter(RaplCounter(powercap), "RAPL, all processor packages")
+    index = device.index or 0
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:

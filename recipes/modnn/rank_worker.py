@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.foundations.cpu_pool import FreedMemory, trim_heap
 from retime.foundations.measure import MemoryProbe
 from retime.foundations.streams import has_streams
+from retime.foundations.torch_private.distributed import GradBucket
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.memory_budget import (
     BudgetedDataParallelStep,
@@ -26,7 +27,7 @@ from retime.mechanisms.memory_budget import (
 )
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.cpuacc.naive import ONE_BUCKET_MB, RootUpdate
-from retime.recipes.modnn.budget_worker import resident_bytes
+from retime.recipes.modnn.budget_worker import Batch, resident_bytes
 from retime.schedules.budget import BudgetError, OffloadPlan
 
 ONE, WHOLE = "one process", "whole batches"
@@ -39,8 +40,6 @@ PLANNED = (ONCE, NAIVE_ONCE, ON_HOST)
 """The ways inside a budget, by one plan where it holds in all of them."""
 _BUCKETS_MADE = 2
 """DDP makes its buckets once more in its second step."""
-
-Batch = tuple[Tensor, Tensor]
 
 
 class Rank:
@@ -136,7 +135,6 @@ class Rank:
         return BudgetedDataParallelStep(model, [optimizer], request["budget_bytes"], host, plan=_plan_of(request))
 
     def _within_budget(self, request: dict[str, Any]) -> dict[str, Any]:
-        budget = request["budget_bytes"]
         self._inside = self._budgeted(request, self._model, self._optimizer)
         try:
             shape = self._inside.plan(self._loss, self._batch)
@@ -148,7 +146,7 @@ class Rank:
         return {
             "in_flight_bytes": shape.choice.in_flight_bytes,
             "predicted_bytes": shape.choice.peak_bytes,
-            "reserved_bytes": shape.choice.reserved_bytes(budget),
+            "reserved_bytes": shape.choice.reserved_bytes(request["budget_bytes"]),
         }
 
     def _take_up(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -162,11 +160,8 @@ class Rank:
         self._freed.hold(request["reserved_bytes"] + beside, there)
         return {}
 
-    def _reduce(
-        self,
-        state: None,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> torch.futures.Future[Tensor]:
+    def _reduce(self, state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The communication hook. torch asks for the annotations themselves, not for their names."""
         group = dist.group.WORLD
         assert group is not None
         self._reduced_bytes += bucket.buffer().nbytes

@@ -92,8 +92,7 @@ class Network:
         The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it;
         reserved are its tensors, with freed memory that is cached.
         """
-        answer: dict[str, Any] = answer_once(Server, {**self.request, "do": "plan"}, self.settings.timeout_s)
-        return answer
+        return dict(answer_once(Server, {**self.request, "do": "plan"}, self.settings.timeout_s))
 
     def process(self, budget: int | str | None, *, give_back: bool = True, **more: Any) -> Worker:
         """A process that trains inside a budget of so many bytes, at the floor, or without a budget.
@@ -174,7 +173,12 @@ def side_by_side(
             "plans": {},
             "rules": {},
         }
-        others, facts["allocators that are not there"] = _other_allocators(settings)
+        missing = facts["allocators that are not there"] = dict[str, str]()
+        allocators = settings.allocators if settings.hardware.device == "cpu" else []
+        others: list[tuple[str, None, dict[str, Any]]] = [
+            (OTHER_ALLOCATOR.format(ALLOCATORS[name].label), None, {"environment": environment})
+            for name, environment in environments_of(allocators, settings.libraries, missing).items()
+        ]
         rows: list[Row] = []
         workers: dict[str, Worker] = {}
         with closing(workers):
@@ -187,7 +191,8 @@ def side_by_side(
                     continue
                 if budget is not None:
                     rows.append(Row(name, BUDGET, "MiB", [workers[name].ready["budget_bytes"] / MIB]))
-            sizes = _sub_batches(workers, network.batch_size) if settings.in_sub_batches else set()
+            cut = [worker.ready["sub_batch"] for worker in workers.values()] if settings.in_sub_batches else []
+            sizes = {*cut} - {None, network.batch_size}
             if PARTS in peers and not plan["stays_whole"]:
                 sizes |= part_sizes(network.batch_size)
             for size in sorted(sizes):
@@ -236,22 +241,6 @@ def _named(
             if budget != FLOOR
         ),
     ]
-
-
-def _sub_batches(workers: dict[str, Worker], samples: int) -> set[int]:
-    """The sizes of the plans' sub-batches, where they cut the batch."""
-    return {size for worker in workers.values() if (size := worker.ready["sub_batch"]) not in (None, samples)}
-
-
-def _other_allocators(settings: MemorySettings) -> tuple[list[tuple[str, None, dict[str, Any]]], dict[str, str]]:
-    """Processes without a budget by name, each with its environment; and allocators that are not there, why."""
-    missing: dict[str, str] = {}
-    names = settings.allocators if settings.hardware.device == "cpu" else []
-    there = environments_of(names, settings.libraries, missing)
-    return [
-        (OTHER_ALLOCATOR.format(ALLOCATORS[name].label), None, {"environment": environment})
-        for name, environment in there.items()
-    ], missing
 
 
 def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list[Row]:
@@ -383,14 +372,13 @@ def slowdowns(points: Sequence[Point]) -> Iterator[Comparison]:
     for name, wanted in (("50 %", target("slowdown-50")), ("25 %", target("slowdown-25"))):
         for point in points:
             slower = slowdown(point, name)
-            yield Comparison(wanted, slower, f"{point.at['network']}{_over(point, name) or why_missing(point, name)}")
+            text = why_missing(point, name) if slower is None else _over(point, name)
+            yield Comparison(wanted, slower, f"{point.at['network']}{text}")
 
 
 def _over(point: Point, name: str) -> str:
-    """Text on the fastest step without a budget, and the ratio over the C library's own way; empty if unknown."""
+    """Text on the fastest step without a budget, and the ratio over the C library's own way."""
     plain = fastest_plain(point)
-    if plain is None or not point.has(name, STEP):
-        return ""
     text = f", over {plain}"
     if plain != UNLIMITED and point.has(UNLIMITED, STEP):
         text += f"; {amount(point.speedup(name, UNLIMITED, STEP).median, 'x')} over {UNLIMITED}"
