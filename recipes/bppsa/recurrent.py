@@ -29,13 +29,12 @@ from retime.recipes.core.claims import Comparison, Target, paper
 from retime.recipes.core.measure import PhaseClock, interleave, middle_step
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row, phase_rows, titled
-from retime.recipes.fusion.variants import VARIANTS, BareLoop
+from retime.recipes.fusion.variants import PHASES, VARIANTS, BareLoop
 from retime.recipes.models.recurrent import CELLS
 
 BASELINE, OURS, MOVED = "baseline", "auto", "moved"
 SHIFT = 1e-7
 """By which part the control changes its weights before training: about one rounding of float32."""
-PHASES = ("forward", "backward", "optimizer")
 TIMES = (*PHASES, "step")
 LABELS = {
     BASELINE: "torch.nn",

@@ -17,7 +17,7 @@ from torch import Tensor
 from retime.foundations.measure import speedup
 from retime.mechanisms.scan import Solver, parse_solver
 from retime.recipes.bppsa import recurrent
-from retime.recipes.bppsa.recurrent import BASELINE, MOVED, OURS, PHASES, Recurrent, label, ratio, scans
+from retime.recipes.bppsa.recurrent import BASELINE, MOVED, OURS, Recurrent, label, ratio, scans
 from retime.recipes.bppsa.settings import RecurrentSettings, claim, compared, of_epochs
 from retime.recipes.bppsa.training import Batch, batches
 from retime.recipes.core import charts
@@ -26,6 +26,7 @@ from retime.recipes.core.claims import Claim, Comparison, amount, paper, show
 from retime.recipes.core.measure import PhaseClock, interleave, middle_step
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, label_of, phase_rows, titled
+from retime.recipes.fusion.variants import PHASES
 
 MOST_POINTS = 500
 """A stored curve has at most so many points, each the mean of a window of steps."""

@@ -16,17 +16,11 @@ _FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib
 
 @dataclass(frozen=True)
 class Allocator:
-    """Allocator that a process is started with.
+    """Allocator that a process is started with."""
 
-    Attributes:
-        label: its name in a report.
-        environment: variables.
-        library: file names of what is preloaded, and the Debian package that has it.
-    """
-
-    label: str
-    environment: Mapping[str, str] = field(default_factory=dict)
-    library: tuple[tuple[str, ...], str] | None = None
+    label: str  # its name in a report
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables
+    library: tuple[tuple[str, ...], str] | None = None  # files to preload one of, and the Debian package that has it
 
 
 ALLOCATORS = {

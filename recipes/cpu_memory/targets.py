@@ -58,12 +58,11 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
                     for label, worker in workers.items():
                         times[label].append(median(kept[label]))
                         ends[label].append(worker.ask({"do": "end"}))
-        rows = [
-            *(Row(label, STEP, "ms", [round(ms, 4) for ms in values]) for label, values in times.items()),
-            *_memory_rows(ends, RESIDENT, "resident_bytes"),
-            *_memory_rows(ends, GROWN, "grown_bytes"),
-            *_memory_rows(ends, LIVE, "live_bytes"),
-        ]
+        rows = [Row(label, STEP, "ms", [round(ms, 4) for ms in values]) for label, values in times.items()]
+        for quantity, key in ((RESIDENT, "resident_bytes"), (GROWN, "grown_bytes"), (LIVE, "live_bytes")):
+            there = {label: answers for label, answers in ends.items() if all(key in answer for answer in answers)}
+            for label, answers in there.items():
+                rows.append(Row(label, quantity, "MiB", [round(answer[key] / MIB, 2) for answer in answers]))
         reports = {label: end[-1][key] for label, end in ends.items() for key in ("report", "fusion") if key in end[-1]}
         return Measured(rows, {"missing": missing, "batch size": case["batch_size"], "reports": reports})
 
@@ -131,12 +130,6 @@ def _runs(
             raise ValueError(f"{label} has variant={ours['variant']!r}: choose from {', '.join(VARIANTS)}")
         runs[label] = environment_of(POOL, {}), {"pool": ours["pool"], "variant": ours["variant"]}
     return runs
-
-
-def _memory_rows(ends: dict[str, list[dict[str, Any]]], quantity: str, key: str) -> Iterator[Row]:
-    for label, answers in ends.items():
-        if all(key in answer for answer in answers):
-            yield Row(label, quantity, "MiB", [round(answer[key] / MIB, 2) for answer in answers])
 
 
 def _speed(point: Point, label: str, wanted: dict[str, float]) -> Iterator[Comparison]:

@@ -95,9 +95,10 @@ Batch = tuple[Tensor, Tensor]
 class Training:
     """A model, its optimizer and one batch; with a budget, the steps of a :class:`BudgetedStep`, or of vDNN."""
 
-    def __init__(self, request: dict[str, Any], batch: Batch) -> None:
-        self.batch, self.samples = batch, len(batch[0])
-        self.device = batch[0].device
+    def __init__(self, request: dict[str, Any]) -> None:
+        batch: Batch = torch.load(request["batch"], map_location=request["device"])
+        self.batch = batch = (batch[0].flip(0), batch[1].flip(0)) if request.get("reversed") else batch
+        self.samples, self.device = len(batch[0]), batch[0].device
         self._peer = request.get("peer")
         model = build_model(request["model"], self.device, request["seed"])
         self.model = checkpointed(model) if self._peer == CHECKPOINT else model
@@ -196,7 +197,7 @@ class Server:
     def plan(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return what a step needs without a limit, and the floor."""
         give_back_freed_memory()
-        training = Training(request, _batch(request))
+        training = Training(request)
         choice = training.plain_choice()
         return {
             "ideal_bytes": choice.peak_bytes + choice.spare_bytes,
@@ -221,7 +222,7 @@ class Server:
         if limit == "planning":
             plans = None
             _limit_data(data_bytes + budget + request["headroom_bytes"])
-        training = self._training = Training(request, _batch(request))
+        training = self._training = Training(request)
         started = time.perf_counter()
         budget = self._begin(training, request, plans)
         planning_s = time.perf_counter() - started if plans is None else self._planning_s
@@ -244,7 +245,7 @@ class Server:
         """
         plans = None
         for _ in range(2):  # taking a plan up again looks at other parts of the batch than making it does
-            training = Training(request, _batch(request))
+            training = Training(request)
             started = time.perf_counter()
             self._begin(training, request, plans)
             if plans is None:
@@ -322,7 +323,7 @@ class Server:
 
     def refuse(self, request: dict[str, Any]) -> dict[str, Any]:
         """Ask for a budget of `share` of the floor, then for the floor that the refusal names."""
-        training = Training(request, _batch(request))
+        training = Training(request)
         floor = training.floor_bytes()
         before = [parameter.detach().clone() for parameter in training.model.parameters()]
         training.inside = training.budgeted(int(request["share"] * floor))
@@ -342,11 +343,6 @@ class Server:
             "message": message,
             "at the floor it names": at_floor,
         }
-
-
-def _batch(request: dict[str, Any]) -> Batch:
-    batch: Batch = torch.load(request["batch"], map_location=request["device"])
-    return (batch[0].flip(0), batch[1].flip(0)) if request.get("reversed") else batch
 
 
 def _limit_to_floor(training: Training) -> int:

@@ -1,9 +1,4 @@
-"""`modnn_budget_sweep`: real training inside budgets from 100 % of the ideal peak down to the floor.
-
-Processor memory is the device and a disk the host. Every budget has a process of its own in which the kernel refuses
-data bytes beyond it (RLIMIT_DATA); all processes of a network and one without a budget take turns, a block of steps
-each.
-"""
+"""`modnn_budget_sweep`: real training inside budgets from 100 % of the ideal peak down to the floor, side by side."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -24,17 +24,11 @@ from retime.schedules.modnn import COMPUTE, Direction, OffloadSchedule, Techniqu
 
 @dataclass(frozen=True)
 class Gradient:
-    """The weight gradients that one task completes: when they are there, and when their weights are used last.
+    """The weight gradients that one task completes: when they are there, and when their weights are used last."""
 
-    Args:
-        ready_ms: from the start of the round.
-        free_ms: the weights may be overwritten from then on (W of a layer: after its BP1).
-        bytes: of one device.
-    """
-
-    ready_ms: float
-    free_ms: float
-    bytes: int
+    ready_ms: float  # from the start of the round
+    free_ms: float  # the weights may be overwritten from then on (W of a layer: after its BP1)
+    bytes: int  # of one device
 
 
 @dataclass(frozen=True)

@@ -36,27 +36,16 @@ _IN_PLACE = ("relu", "threshold_backward", "native_batch_norm", "native_batch_no
 
 @dataclass(frozen=True)
 class Network:
-    """One of the figure's networks.
+    """One of the figure's networks."""
 
-    Args:
-        name: as in the paper.
-        model: the block that builds it.
-        batch_size: samples of a batch.
-        optimizer: the block that builds its optimizer.
-        image_size: height and width of its images.
-        pixels: whether every pixel has a label.
-        tokens: length of its token sequences; 0 for images.
-        seed: of the weights, which have no values here.
-    """
-
-    name: str
-    model: dict[str, Any]
-    batch_size: int
-    optimizer: dict[str, Any]
-    image_size: int = 224
-    pixels: bool = False
-    tokens: int = 0
-    seed: int = 0
+    name: str  # as in the paper
+    model: dict[str, Any]  # the block that builds it
+    batch_size: int  # samples of a batch
+    optimizer: dict[str, Any]  # the block that builds its optimizer
+    image_size: int = 224  # height and width of its images
+    pixels: bool = False  # whether every pixel has a label
+    tokens: int = 0  # length of its token sequences; 0 for images
+    seed: int = 0  # of the weights, which have no values here
 
     def step(self, samples: int | None = None) -> TrainingStep:
         """A training step on so many samples, by default the whole batch."""

@@ -36,17 +36,11 @@ class NoMeterError(RuntimeError):
 
 @dataclass
 class Watch:
-    """Record of what a meter saw.
+    """Record of what a meter saw."""
 
-    Attributes:
-        joules: used meanwhile by all that the meter covers.
-        seconds: how long it was watched.
-        samples: power between two readings, in watts.
-    """
-
-    joules: float = 0.0
-    seconds: float = 0.0
-    samples: list[float] = field(default_factory=list)
+    joules: float = 0.0  # used meanwhile by all that the meter covers
+    seconds: float = 0.0  # how long it was watched
+    samples: list[float] = field(default_factory=list)  # power between two readings, in watts
 
     def add(self, seconds: float, joules: float, least_s: float = 0.0) -> None:
         """Add what was used since the reading before; of less than ``least_s`` no power is kept, it would be chance."""
@@ -66,19 +60,12 @@ class Watch:
 
 @dataclass(frozen=True)
 class EnergyMeter:
-    """Reads a counter of energy at the ends and every so often between them.
+    """Reads a counter of energy at the ends and every so often between them."""
 
-    Args:
-        read_joules: what was used since some moment; never falls.
-        source: what the counter covers, in words.
-        every_s: seconds between two readings.
-        clock: seconds.
-    """
-
-    read_joules: Callable[[], float]
-    source: str
-    every_s: float = 0.05
-    clock: Callable[[], float] = time.perf_counter
+    read_joules: Callable[[], float]  # used since some moment; never falls
+    source: str  # what the counter covers, in words
+    every_s: float = 0.05  # between two readings
+    clock: Callable[[], float] = time.perf_counter  # seconds
 
     @contextmanager
     def watching(self) -> Iterator[Watch]:

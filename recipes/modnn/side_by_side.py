@@ -38,10 +38,8 @@ BY_HAND = "unlimited, by hand: {}"
 """That step with what users do in its place for memory, by `budget_worker.PEERS`."""
 OTHER_ALLOCATOR = "unlimited, {}"
 """The plain step in a process that was started with another allocator, by that one's label."""
-STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE, BUDGET = (
-    *("step", "predicted peak", "measured peak", "moved a step"),
-    *("weights differ", "budget"),
-)
+STEP, PREDICTED, MEASURED, MOVED = "step", "predicted peak", "measured peak", "moved a step"
+DIFFERENCE, BUDGET = "weights differ", "budget"
 VDNN_PLUS = "vDNN+ ({}), {}"
 """By its rule and the budget's name."""
 FAILURES = ("refused", "out of memory", "failed")
