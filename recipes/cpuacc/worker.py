@@ -41,27 +41,19 @@ _ONE_BYTE_MB = 1e-6
 
 
 class LayerTimes:
-    """Backward passes, with sums beside them or without; all ranks call the same.
+    """Backward passes, with sums beside them or without; all ranks call the same. The model's modules are in order."""
 
-    Args:
-        model: its layers' own parameters are used in the order of its modules.
-        batch: inputs ``(B, ...)`` and targets ``(B,)``.
-
-    Attributes:
-        layers: name and number of parameters of each, in the order of the backward pass.
-        note: how sums are made.
-    """
-
-    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
         own = [(name, list(module.parameters(recurse=False))) for name, module in model.named_modules()]
         own = [(name, parameters) for name, parameters in reversed(own) if parameters]
+        # name and number of parameters of each, in the order of the backward pass
         self.layers = [(name, sum(one.numel() for one in parameters)) for name, parameters in own]
         self._bytes = [sum(one.nbytes for one in parameters) for _, parameters in own]
         self._model = DistributedDataParallel(model, bucket_cap_mb=_ONE_BYTE_MB, gradient_as_bucket_view=True)
         self._batch = batch
         self._made: list[TimedSum] = []
         reducer = HostReducer(watch=self._made.append)
-        self.note = reducer.note
+        self.note = reducer.note  # how sums are made
         self._reduction = BucketReduction(self._model, reducer)
         self._backward()  # whose buckets hold several layers
 
@@ -136,25 +128,15 @@ _MIB = 2**20
 
 
 class CheckedOutputs(Callback):
-    """Answers and how many are right; the time that takes is not the fit's.
+    """Answers and how many are right, after each so many steps; the time that takes is not the fit's."""
 
-    Args:
-        every: steps.
-        batch: images ``(B, C, H, W)`` and their classes ``(B,)``.
-
-    Attributes:
-        answers: of each check, shape ``(B, classes)``.
-        right: share of the images, of each check.
-        seconds: of training before each check.
-    """
-
-    def __init__(self, every: int, batch: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, every: int, batch: Batch) -> None:
         self._every = every
-        self._images, self._classes = batch
+        self._images, self._classes = batch  # ``(B, C, H, W)`` and ``(B,)``
         self._began = self._checking = 0.0
-        self.answers: list[Tensor] = []
-        self.right: list[float] = []
-        self.seconds: list[float] = []
+        self.answers: list[Tensor] = []  # of each check, ``(B, classes)``
+        self.right: list[float] = []  # share of the images, of each check
+        self.seconds: list[float] = []  # of training before each check
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = _now(pl_module.device)
@@ -174,12 +156,7 @@ class CheckedOutputs(Callback):
 
 
 class HeldState(Callback):
-    """The most at the end of any step.
-
-    Attributes:
-        state: bytes of the optimizers' states.
-        resident: bytes of the process.
-    """
+    """The most bytes at the end of any step: of the optimizers' states, and of the process."""
 
     def __init__(self) -> None:
         self.state = self.resident = 0

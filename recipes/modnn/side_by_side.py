@@ -388,9 +388,7 @@ def _over(point: Point, name: str) -> str:
 def differences(points: Sequence[Point], missing: Sequence[str]) -> Iterator[Comparison]:
     """The largest difference of weights among runs that only offload, and among those in sub-batches.
 
-    Args:
-        points: of one line.
-        missing: runs that should be among them and are not; named, as nobody knows which of the two they would be.
+    Runs that are `missing` among them are named in both, as nobody knows which of the two they would be.
     """
     orders = {
         point.at["network"]: point.values(GIVING_BACK, DIFFERENCE)[0]
