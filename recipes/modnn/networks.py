@@ -67,7 +67,7 @@ class Network:
         return images, torch.empty((samples, *place), dtype=torch.long)
 
     def graph(self, whole: StepProfile | None = None) -> TaskGraph:
-        """The step's task graph, sized by profiles of two batch sizes and checked on a third; `whole` is the batch's."""
+        """The step's task graph, sized by profiles of two batch sizes, checked on a third; `whole` is the batch's."""
         sizes = (2, max(3, self.batch_size // 2))
         return task_graph(whole or profile_step(self.step()), *(profile_step(self.step(size)) for size in sizes))
 
