@@ -146,13 +146,9 @@ def separate_gradients(graph: TaskGraph) -> TaskGraph:
         gradient = next(name for name in task.reads if kinds[name] is BlockKind.GRADIENT)
         parameters = [name for name in task.reads if kinds[name] is BlockKind.WEIGHT]
         inputs = [name for name in task.reads if name != gradient and name not in parameters]
-        tasks.append(_part(task, "BP2", (gradient, *inputs), weights))
-        tasks.append(_part(task, "BP1", (gradient, *parameters), outputs))
+        tasks.append(replace(task, name=f"{task.name} BP2", reads=(gradient, *inputs), writes=tuple(weights)))
+        tasks.append(replace(task, name=f"{task.name} BP1", reads=(gradient, *parameters), writes=tuple(outputs)))
     return TaskGraph(graph.blocks, tuple(tasks))
-
-
-def _part(task: GraphTask, which: str, reads: Iterable[str], writes: Iterable[str]) -> GraphTask:
-    return replace(task, name=f"{task.name} {which}", reads=tuple(reads), writes=tuple(writes))
 
 
 def plan_dry(request: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,6 @@ def smallest(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
         plan = network.plan()
         tick("planned")
         facts: dict[str, Any] = {"ideal peak MiB": plan["ideal_bytes"] / MIB, **runs.no_failures()}
-        rows: list[Row] = []
         for share in _ABOVE_FLOOR:
             try:
                 step_ms, ready, end = network.trained(int(share * plan["floor_bytes"]))
@@ -60,9 +59,8 @@ def smallest(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
                 Row(FLOOR, PREDICTED, "MiB", [end["predicted_bytes"] / MIB]),
                 Row(FLOOR, MEASURED, "MiB", [end["measured_bytes"] / MIB]),
             ]
-            facts["plan"] = end["plan"]
-            break
-    return Measured(rows, facts)
+            return Measured(rows, {**facts, "plan": end["plan"]})
+    return Measured([], facts)
 
 
 def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
@@ -135,20 +133,18 @@ def planning(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
         **{"optimizer": network.pop("optimizer", settings.optimizer), "seed": settings.seed, "share": case["share"]},
         **{"sub_batches": network.pop("sub_batches", True), "network": network},
     }
-    rows: dict[str, list[float]] = {PLANNING: [], FIRST: [], AGAIN: []}
-    answer: dict[str, Any] = {}
+    answers = []
     for number in range(settings.rounds):
-        answer = answer_once(plan_dry, request, settings.timeout_s)
-        rows[PLANNING].append(answer.pop("seconds"))
-        rows[FIRST].append(answer.pop("first_bytes") / MIB)
-        rows[AGAIN].append(answer.pop("again_bytes") / MIB)
+        answers.append(answer_once(plan_dry, request, settings.timeout_s))
         tick(f"round {number + 1}")
     facts = {
-        **{"batch size": network["batch_size"], "plan": answer["plan"], "budget of the peak": case["share"]},
-        **{f"{key} GiB": answer[f"{key}_bytes"] / 2**30 for key in ("peak", "floor")},
+        **{"batch size": network["batch_size"], "plan": answers[-1]["plan"], "budget of the peak": case["share"]},
+        **{f"{key} GiB": answers[-1][f"{key}_bytes"] / 2**30 for key in ("peak", "floor")},
     }
-    units = {PLANNING: "s", FIRST: "MiB", AGAIN: "MiB"}
-    return Measured([Row("this machine", name, units[name], values) for name, values in rows.items()], facts)
+    rows = [Row("this machine", PLANNING, "s", [answer["seconds"] for answer in answers])]
+    for name, key in ((FIRST, "first_bytes"), (AGAIN, "again_bytes")):
+        rows.append(Row("this machine", name, "MiB", [answer[key] / MIB for answer in answers]))
+    return Measured(rows, facts)
 
 
 KINDS: dict[str, Callable[[MemorySettings, Case, Tick], Measured]] = {
