@@ -44,11 +44,7 @@ class NoAllocatorError(Exception):
 
 
 def environment_of(name: str, paths: Mapping[str, str | None]) -> dict[str, str]:
-    """The variables to start a process with.
-
-    Args:
-        name: of :data:`ALLOCATORS`.
-        paths: files of libraries that lie elsewhere than the system's, by allocator.
+    """The variables to start a process with; `paths` are files of libraries elsewhere than the system's, by allocator.
 
     Raises:
         NoAllocatorError: its library is not there.

@@ -63,8 +63,6 @@ class LayerTable(OnRanks):
         table, totals = published()
         for point in result.points:
             where, labels = place(point), _layers(point)
-            if not labels:
-                continue
             added, backward = point.values(ALL, ADD), point.values(ALL, BACKWARD)
             exposed = [100 * wait for wait in point.values(ALL, EXPOSED)]
             over = ((added, backward), (exposed, _work(point)), (backward, point.values(ALL, ALONE)))
@@ -90,8 +88,7 @@ class LayerTable(OnRanks):
         for point in result.points:
             lines.append(f"- {place(point)} on {point.facts['cores']} cores:")
             lines += [f"  - {label}: {what}" for label, what in point.facts["layers"].items()]
-            if _layers(point):
-                lines.append(f"  - {exposure(point)}")
+            lines.append(f"  - {exposure(point)}")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -128,7 +125,7 @@ def exposure(point: Point) -> str:
 
 
 def _layers(point: Point) -> list[str]:
-    """As the backward pass goes; none in a point that was measured before sums told where their time goes."""
+    """Layers, as the backward pass goes."""
     return [label for label in point.variants(ADD) if label != ALL]
 
 

@@ -156,10 +156,7 @@ def plan_dry(request: dict[str, Any]) -> dict[str, Any]:
 
     The first time loads code that a process has once, which counts like all else that the process grows by. Where
     sub-batches are allowed and what operations need for themselves is found by running parts of the batch, which is no
-    part of this.
-
-    Args:
-        request: with a `network` as in an experiment file, `share` of the ideal peak, `seed`.
+    part of this. The request has a `network` as in an experiment file, `share` of the ideal peak, `seed`.
     """
     torch.set_num_threads(1)
     give_back_freed_memory()

@@ -54,15 +54,10 @@ Block = Callable[[Worker, int, str, dict[str, Any]], float]
 
 
 class Network:
-    """A network, its optimizer and its batch, as all processes of a comparison get them.
+    """A network, its optimizer and its batch, as all processes of a comparison get them: each is told `request`.
 
-    Args:
-        settings: of the recipe.
-        case: model, batch_size, and what differs from the settings: data, optimizer, sub_batches.
-        folder: for the batch and for weights.
-
-    Attributes:
-        request: what every process is told.
+    A case has model, batch_size, and what differs from the settings: data, optimizer, sub_batches. The folder is for
+    the batch and for weights.
     """
 
     def __init__(self, settings: MemorySettings, case: dict[str, Any], folder: Path) -> None:

@@ -100,13 +100,7 @@ class Vdnn:
 class VdnnPlus(Vdnn):
     """Vdnn with the largest sub-batches that fit; tensors come from the pool that plans of this project use.
 
-    Args:
-        model, loss, batch, host, rule: as for :class:`Vdnn`.
-        optimizer: its states count.
-        budget_bytes: for everything.
-
-    Attributes:
-        peak_bytes: predicted.
+    The budget is for everything, the optimizer's states too; `peak_bytes` is predicted.
 
     Raises:
         BudgetError: nothing fits.
