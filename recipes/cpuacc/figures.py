@@ -214,11 +214,7 @@ def _rows(settings: AccumulationSettings, label: str, fits: list[dict[str, Any]]
 
 
 def _reached(settings: AccumulationSettings, label: str, right: list[float]) -> int:
-    """The first check at which the accuracy was there.
-
-    Raises:
-        ValueError: it never was.
-    """
+    """The first check at which the accuracy was there; ValueError if it never was."""
     for check, share in enumerate(right):
         if share >= settings.accuracy:
             return check

@@ -90,11 +90,7 @@ def _fusion(mode: str, model: nn.Module, make: MakeOptimizer) -> Wired:
 
 
 def _kernel_in_hooks(model: nn.Module, make: MakeOptimizer) -> Wired:
-    """A hook calls the kernel as soon as a layer has its gradients. The first step, which makes the state, is plain.
-
-    Raises:
-        KernelUnavailable: it is not ``AdamW(fused=True)``.
-    """
+    """A hook calls the kernel, of AdamW alone, as soon as a layer has its gradients. The first step makes the state."""
     optimizer = make(model.parameters())
     if type(optimizer) is not torch.optim.AdamW or not optimizer.defaults["fused"]:
         raise KernelUnavailable("only AdamW(fused=True) is called kernel by kernel")

@@ -61,9 +61,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
     """Have each block compute its forward pass again in the backward pass (Chen et al. 2016, `torch.utils.checkpoint`).
 
     Blocks are the members of lists of one class; a chain without any is cut into as many parts as each has layers.
-
-    Raises:
-        ValueError: neither.
+    ValueError if it is neither.
     """
     blocks = list(_blocks(model))
     if not blocks and isinstance(model, nn.Sequential):

@@ -73,11 +73,7 @@ class Network:
 
 
 def network_of(name: str, case: dict[str, Any], optimizer: dict[str, Any], seed: int) -> Network:
-    """A network from its entry in an experiment file.
-
-    Raises:
-        ValueError: the entry has keys that a network does not have, or lacks some.
-    """
+    """A network from its entry in an experiment file; ValueError if that has keys of no network, or lacks some."""
     try:
         return Network(name=name, **{"optimizer": optimizer, "seed": seed, **case})
     except TypeError as error:

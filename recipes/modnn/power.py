@@ -96,8 +96,7 @@ class EnergyMeter:
 class RaplCounter:
     """Joules of all processor packages, from the kernel's powercap folder; counters that begin again are followed.
 
-    Args:
-        folder: its ``intel-rapl:N`` folders are packages; what is inside them (``intel-rapl:0:1``) is a part of one.
+    Its ``intel-rapl:N`` folders are packages; what is inside them (``intel-rapl:0:1``) is a part of one.
 
     Raises:
         NoMeterError: there is no package, or its counter may not be read.
@@ -129,11 +128,7 @@ class RaplCounter:
 
 
 def find_meter(device: torch.device | str, powercap: Path) -> EnergyMeter:
-    """The meter of what computes on ``device``.
-
-    Raises:
-        NoMeterError: there is none.
-    """
+    """The meter of what computes on ``device``; NoMeterError if there is none."""
     device = torch.device(device)
     if device.type != "cuda":
         return EnergyMeter(RaplCounter(powercap), "RAPL, all processor packages")

@@ -88,22 +88,14 @@ class Network:
         return dict(answer_once(Server, {**self.request, "do": "plan"}, self.settings.timeout_s))
 
     def process(self, budget: int | str | None, *, give_back: bool = True, **more: Any) -> Worker:
-        """A process that trains inside a budget of so many bytes, at the floor, or without a budget.
-
-        Raises:
-            WorkerError: the budget was refused, or planning failed; see `failure`.
-        """
+        """A process that trains inside a budget in bytes, at the floor or without; WorkerError, see `failure`."""
         limit = self.request["limit"] if isinstance(budget, int) else "training"
         train = {"do": "train", "budget_bytes": budget, "give_back": give_back, "limit": limit}
         environment = more.pop("environment", None)
         return Worker(Server, {**self.request, **train, **more}, self.settings.timeout_s, environment=environment)
 
     def trained(self, budget: int | str | None, **more: Any) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
-        """Train a block in a process of its own: milliseconds, and what it answered before and at the end.
-
-        Raises:
-            WorkerError: it did not train; see `failure`.
-        """
+        """Train a block in a process of its own: milliseconds, its answers before and at the end; or WorkerError."""
         with closed(self.process(budget, **more)) as worker:
             step_ms = worker.ask({"do": "block", "steps": self.settings.steps})["ms"]
             return step_ms, worker.ready, worker.ask({"do": "end", "weights": str(self.folder / "weights.pt")})
@@ -111,11 +103,7 @@ class Network:
 
 @contextmanager
 def network_for(settings: MemorySettings, case: dict[str, Any]) -> Iterator[Network]:
-    """The network with a folder of its own.
-
-    Raises:
-        ValueError: `limit` is neither training nor planning.
-    """
+    """The network with a folder of its own; ValueError if `limit` is neither training nor planning."""
     if settings.limit not in ("training", "planning"):
         raise ValueError(f"limit={settings.limit!r}: choose training (from the first step on) or planning (before it)")
     with tempfile.TemporaryDirectory(prefix="retime-modnn-") as folder:
@@ -142,10 +130,7 @@ def side_by_side(
 
     For each rule of `settings.rules` vDNN+ trains inside the budgets in percent too, and each of `settings.peers`
     without a budget; a case may have rules and peers of its own. `block` has a worker train some steps, and returns
-    milliseconds a step; see `block_ms`, which is the default.
-
-    Raises:
-        ValueError: an unknown peer.
+    milliseconds a step; see `block_ms`, which is the default. ValueError names an unknown peer.
     """
     block = block or block_ms
     rules, peers = case.get("rules", settings.rules), case.get("peers", settings.peers)
