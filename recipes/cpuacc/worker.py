@@ -40,48 +40,6 @@ QUANTITIES = (BACKWARD, BRING, ADD, TAKE, WAIT, EXPOSED)
 _ONE_BYTE_MB = 1e-6
 
 
-class LayerTimes:
-    """Backward passes, with sums beside them or without; all ranks call the same. The model's modules are in order."""
-
-    def __init__(self, model: nn.Module, batch: Batch) -> None:
-        own = [(name, list(module.parameters(recurse=False))) for name, module in model.named_modules()]
-        own = [(name, parameters) for name, parameters in reversed(own) if parameters]
-        # name and number of parameters of each, in the order of the backward pass
-        self.layers = [(name, sum(one.numel() for one in parameters)) for name, parameters in own]
-        self._bytes = [sum(one.nbytes for one in parameters) for _, parameters in own]
-        self._model = DistributedDataParallel(model, bucket_cap_mb=_ONE_BYTE_MB, gradient_as_bucket_view=True)
-        self._batch = batch
-        self._made: list[TimedSum] = []
-        reducer = HostReducer(watch=self._made.append)
-        self.note = reducer.note  # how sums are made
-        self._reduction = BucketReduction(self._model, reducer)
-        self._backward()  # whose buckets hold several layers
-
-    def alone_ms(self) -> float:
-        """Milliseconds of a backward pass without sums."""
-        began = self._backward(sums=False)
-        return (time.perf_counter() - began) * 1e3
-
-    def beside_ms(self) -> dict[str, list[float]]:
-        """Milliseconds of each layer by quantity, as `of_pass` has them, of a backward pass with sums beside it."""
-        self._made.clear()
-        began = self._backward()
-        return of_pass(began, self._made, self._bytes)
-
-    def close(self) -> None:
-        """Give back what sums need."""
-        self._reduction.close()
-
-    def _backward(self, *, sums: bool = True) -> float:
-        self._model.zero_grad(set_to_none=False)
-        with nullcontext() if sums else self._model.no_sync():
-            loss = loss_of(self._model(self._batch[0]), self._batch[1])
-            dist.barrier()
-            began = time.perf_counter()
-            loss.backward()  # type: ignore[no-untyped-call]
-        return began
-
-
 def of_pass(began: float, sums: Iterable[TimedSum], sizes: Sequence[int]) -> dict[str, list[float]]:
     """Milliseconds of each layer, by quantity, from the sums of a backward pass.
 
@@ -272,14 +230,44 @@ def _apart(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
 
 
 def layers(request: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of each layer's backward pass and of the parts of its sum beside it; of a backward pass alone."""
-    (batch,) = _batches(request, 1)
-    network = LayerTimes(build_model(request["model"], CPU, request["seed"]), batch)
-    ways: dict[str, Callable[[], Any]] = {"alone": network.alone_ms, "beside": network.beside_ms}
+    """Milliseconds of each layer's backward pass and of the parts of its sum beside it; of a backward pass alone.
+
+    Layers are in the order of the backward pass, of a model that uses its modules in order: names, and parameters.
+    """
+    ((inputs, targets),) = _batches(request, 1)
+    model = build_model(request["model"], CPU, request["seed"])
+    own = [(name, list(module.parameters(recurse=False))) for name, module in model.named_modules()]
+    own = [(name, parameters) for name, parameters in reversed(own) if parameters]
+    sizes = [sum(one.nbytes for one in parameters) for _, parameters in own]
+    network = DistributedDataParallel(model, bucket_cap_mb=_ONE_BYTE_MB, gradient_as_bucket_view=True)
+    made: list[TimedSum] = []
+    reducer = HostReducer(watch=made.append)
+    reduction = BucketReduction(network, reducer)
+
+    def backward(*, sums: bool = True) -> float:
+        network.zero_grad(set_to_none=False)
+        with nullcontext() if sums else network.no_sync():
+            loss = loss_of(network(inputs), targets)
+            dist.barrier()
+            began = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
+        return began
+
+    def alone() -> float:
+        began = backward(sums=False)
+        return (time.perf_counter() - began) * 1e3
+
+    def beside() -> dict[str, list[float]]:
+        made.clear()
+        return of_pass(backward(), made, sizes)
+
+    backward()  # whose buckets hold several layers
+    ways: dict[str, Callable[[], Any]] = {"alone": alone, "beside": beside}
     times = interleave(ways, request["rounds"], request["warmup_rounds"], tell)
-    network.close()
-    beside = {quantity: [by_layer[quantity] for by_layer in times["beside"]] for quantity in QUANTITIES}
-    return {"layers": network.layers, "ms": beside, "alone": times["alone"], "how": network.note}
+    reduction.close()
+    named = [(name, sum(one.numel() for one in parameters)) for name, parameters in own]
+    by_quantity = {quantity: [by_layer[quantity] for by_layer in times["beside"]] for quantity in QUANTITIES}
+    return {"layers": named, "ms": by_quantity, "alone": times["alone"], "how": reducer.note}
 
 
 def held(request: dict[str, Any]) -> dict[str, Any]:
