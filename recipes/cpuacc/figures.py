@@ -155,9 +155,8 @@ class Trainings(OnRanks):
                 if point.at["ranks"] == 2:  # with more, gloo adds up in an order of its own
                     lines.append(Comparison(target("same-outputs"), _most(point, label, DIFFERENCE), where))
                 for wanted, quantity in (("in-order", FROM_ORDER), ("repeated", FROM_REPEAT)):
-                    if point.has(label, quantity):
-                        most = _most(point, label, quantity)
-                        lines.append(Comparison(target(wanted), most, f"{place(point)}: {label}"))
+                    most = _most(point, label, quantity)
+                    lines.append(Comparison(target(wanted), most, f"{place(point)}: {label}"))
         return lines
 
     def notes(self, result: Result) -> list[str]:

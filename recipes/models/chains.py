@@ -6,6 +6,7 @@ Legend: B batch, C channels, H and W image height and width, N classes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -93,13 +94,8 @@ def lenet5(num_classes: int = 10, in_channels: int = 1, width: float = 1.0, clas
     connections is left out, as everyone does).
     """
     first, second, third, fourth = (scaled(channels, width, divisor=1) for channels in (6, 16, 120, 84))
-
-    def activation() -> nn.Module:
-        return nn.Tanh() if classic else nn.ReLU()
-
-    def pool() -> nn.Module:
-        return nn.AvgPool2d(2) if classic else nn.MaxPool2d(2)
-
+    activation = nn.Tanh if classic else nn.ReLU
+    pool = partial(nn.AvgPool2d if classic else nn.MaxPool2d, 2)
     return nn.Sequential(
         *(nn.Conv2d(in_channels, first, 5), activation(), pool()),
         *(nn.Conv2d(first, second, 5), activation(), pool()),
