@@ -110,11 +110,6 @@ def network_for(settings: MemorySettings, case: dict[str, Any]) -> Iterator[Netw
         yield Network(settings, case, Path(folder))
 
 
-def no_failures() -> dict[str, dict[str, str]]:
-    """Facts for `FAILURES` to be filled in."""
-    return {kind: {} for kind in FAILURES}
-
-
 def failure(error: WorkerError) -> str:
     """Fate of a process that did not train: one of `FAILURES`, of which the last is for other reasons."""
     text = str(error)
@@ -147,7 +142,7 @@ def side_by_side(
             "floor MiB": round(floor / MIB, 2),
             "ideal over floor": round(ideal / floor, 2),
             "peak of the plain step MiB": round(plan["plain_peak_bytes"] / MIB, 2),
-            **no_failures(),
+            **{kind: {} for kind in FAILURES},
             "plans": {},
             "rules": {},
         }

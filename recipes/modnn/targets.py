@@ -46,7 +46,7 @@ def smallest(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
     with runs.network_for(settings, case["network"]) as network:
         plan = network.plan()
         tick("planned")
-        facts: dict[str, Any] = {"ideal peak MiB": plan["ideal_bytes"] / MIB, **runs.no_failures()}
+        facts: dict[str, Any] = {"ideal peak MiB": plan["ideal_bytes"] / MIB, **{kind: {} for kind in runs.FAILURES}}
         for share in _ABOVE_FLOOR:
             try:
                 step_ms, ready, end = network.trained(int(share * plan["floor_bytes"]))
@@ -104,7 +104,7 @@ def refusal(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
 def traffic(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
     """Bytes moved a step by vDNN's `rules`, and by a plan for the budget that each of them turned out to need."""
     rows: list[Row] = []
-    facts: dict[str, Any] = {**runs.no_failures(), "plans": {}}
+    facts: dict[str, Any] = {**{kind: {} for kind in runs.FAILURES}, "plans": {}}
     with runs.network_for(settings, case["network"]) as network:
         for rule in case["rules"]:
             name, ours = VDNN.format(rule), OURS.format(rule)
@@ -201,14 +201,16 @@ class Targets(Recipe[MemorySettings]):
         for point in result.points:
             kinds[point.facts["kind"]].append(point)
         training = kinds["training"]
+        # an offload-only case is about weights
+        timed = [point for point in training if point.settings["case"].get("times") is not False]
         missing = [run for point in training for run in runs.untrained(point, point.settings["case"]["budgets"])]
         return [
             *_prediction(kinds),
             *(line for point in kinds["random"] for line in _random(point)),
             *_within(kinds),
             *_refusals(kinds["refusal"]),
-            *runs.slowdowns(_timed(training)),
-            *(line for point in _timed(training) for line in runs.over_best_peers(point)),
+            *runs.slowdowns(timed),
+            *(line for point in timed for line in runs.over_best_peers(point)),
             *_alone(training),
             *_smallest(kinds["smallest"]),
             *_traffic(kinds["traffic"]),
@@ -363,11 +365,6 @@ def _refusals(points: list[Point]) -> Iterator[Comparison]:
         lacking += missing
     remark = "; ".join(lacking) or ", ".join(point.at["network"] for point in points)
     yield Comparison(target("refusals"), spread([100 * good / len(points)]), remark)
-
-
-def _timed(points: list[Point]) -> list[Point]:
-    """Points of cases that are about times: an offload-only case is about weights."""
-    return [point for point in points if point.settings["case"].get("times") is not False]
 
 
 def _alone(points: list[Point]) -> Iterator[Comparison]:
