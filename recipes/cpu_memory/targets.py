@@ -99,7 +99,7 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
             if best is None:
                 continue
             speeds = {label: point.speedup(best, label, STEP) for label in labels}
-            charts.named(axes, speeds, [int(_is_ours(label)) for label in labels])
+            charts.named(axes, speeds, [int("retime" in label) for label in labels])
             charts.even_line(axes, best)
             axes.set_title(f"{point.at['case']}\n1 = {best}", fontsize=9)
         panels[0].set_ylabel("steps per second against\nthe best allocator (x)")
@@ -108,12 +108,8 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
 
 def best_of(point: Point) -> str | None:
     """The plain step's fastest allocator that is not ours."""
-    peers = [name for name in point.variants(STEP) if not _is_ours(name)]
+    peers = [name for name in point.variants(STEP) if "retime" not in name]
     return point.fastest(peers, STEP)
-
-
-def _is_ours(label: str) -> bool:
-    return "retime" in label
 
 
 def _runs(

@@ -153,9 +153,10 @@ class Trainings(OnRanks):
                     lines.append(Comparison(claim("sooner"), sooner, where.replace(f"over {first}", f"over {NAIVE}")))
                 lines.append(Comparison(target("same-steps"), steps, where))
                 if point.at["ranks"] == 2:  # with more, gloo adds up in an order of its own
-                    lines.append(Comparison(target("same-outputs"), _most(point, label, DIFFERENCE), where))
+                    most = spread([max(point.values(label, DIFFERENCE))])
+                    lines.append(Comparison(target("same-outputs"), most, where))
                 for wanted, quantity in (("in-order", FROM_ORDER), ("repeated", FROM_REPEAT)):
-                    most = _most(point, label, quantity)
+                    most = spread([max(point.values(label, quantity))])
                     lines.append(Comparison(target(wanted), most, f"{place(point)}: {label}"))
         return lines
 
@@ -191,10 +192,6 @@ class Trainings(OnRanks):
             axes.set_ylabel("held-out images right")
         charts.legend_below(drawing, panels[0], columns=3)
         charts.save(drawing, path)
-
-
-def _most(point: Point, label: str, quantity: str) -> Spread:
-    return spread([max(point.values(label, quantity))])
 
 
 def _rows(settings: AccumulationSettings, label: str, fits: list[dict[str, Any]]) -> list[Row]:
