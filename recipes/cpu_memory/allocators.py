@@ -46,9 +46,7 @@ class NoAllocatorError(Exception):
 def environment_of(name: str, paths: Mapping[str, str | None]) -> dict[str, str]:
     """The variables to start a process with; `paths` are files of libraries elsewhere than the system's, by allocator.
 
-    Raises:
-        NoAllocatorError: its library is not there.
-        ValueError: there is no allocator of this name.
+    NoAllocatorError if its library is not there, ValueError if there is no allocator of this name.
     """
     if name not in ALLOCATORS:
         raise ValueError(f"allocators has {name!r}: choose from {', '.join(ALLOCATORS)}")

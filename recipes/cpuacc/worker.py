@@ -41,15 +41,11 @@ _ONE_BYTE_MB = 1e-6
 
 
 def of_pass(began: float, sums: Iterable[TimedSum], sizes: Sequence[int]) -> dict[str, list[float]]:
-    """Milliseconds of each layer, by quantity, from the sums of a backward pass.
+    """Milliseconds of each layer, by quantity, from the sums of a backward pass and when that began.
 
     A layer's backward time is that from the layer behind it to its own last gradient. What is exposed of a sum ran when
-    the last gradient was there, so that there was nothing left to hide behind.
-
-    Args:
-        began: the backward pass, as the sums' times of day.
-        sums: a layer's follow one another, whatever their number.
-        sizes: bytes of each layer, in the order of the backward pass.
+    the last gradient was there, so that there was nothing left to hide behind. `sizes` are bytes of each layer, in the
+    order of the backward pass; a layer's sums follow one another, whatever their number.
 
     Raises:
         ValueError: a bucket holds gradients of two layers, or sums went through gloo.

@@ -54,10 +54,7 @@ def fit_speedup(
     """Least squares over the baseline's and all fused variants' step times, which share t_grad and t_opt.
 
     The step times are linear in the unknowns; each equation is divided by its measured time, so that a relative error
-    counts alike at every batch size.
-
-    Raises:
-        ValueError: fewer than two batch sizes, from which slope and offset cannot be told apart.
+    counts alike at every batch size. ValueError with a single batch size, from which slope and offset cannot be told.
     """
     if len(set(batch_sizes)) < 2:
         raise ValueError(f"the formula needs at least two batch sizes, not {list(batch_sizes)}")

@@ -142,8 +142,7 @@ def vgg_stages(
 ) -> Iterator[list[nn.Module]]:
     """VGG's five stages, each some times (3x3 convolution, optional batch normalisation, ReLU), then 2x2 pooling.
 
-    Raises:
-        ValueError: an unknown depth, or not five positive integers.
+    ValueError for an unknown depth, or numbers of convolutions that are not five positive ones.
     """
     if isinstance(depth, int):
         choose("depth", depth, VGG_STAGES)

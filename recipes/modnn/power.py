@@ -96,10 +96,8 @@ class EnergyMeter:
 class RaplCounter:
     """Joules of all processor packages, from the kernel's powercap folder; counters that begin again are followed.
 
-    Its ``intel-rapl:N`` folders are packages; what is inside them (``intel-rapl:0:1``) is a part of one.
-
-    Raises:
-        NoMeterError: there is no package, or its counter may not be read.
+    Its ``intel-rapl:N`` folders are packages; what is inside them (``intel-rapl:0:1``) is a part of one. NoMeterError
+    if there is no package, or its counter may not be read.
     """
 
     def __init__(self, folder: Path) -> None:

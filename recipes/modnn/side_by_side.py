@@ -344,20 +344,17 @@ def slowdowns(points: Sequence[Point]) -> Iterator[Comparison]:
     """A line a network for each of the two budgets with a wanted slowdown."""
     for name, wanted in (("50 %", target("slowdown-50")), ("25 %", target("slowdown-25"))):
         for point in points:
-            slower = slowdown(point, name)
-            text = why_missing(point, name) if slower is None else _over(point, name)
-            yield Comparison(wanted, slower, f"{point.at['network']}{text}")
-
-
-def _over(point: Point, name: str) -> str:
-    """Text on the fastest step without a budget, and the ratio over the C library's own way."""
-    plain = fastest_plain(point)
-    text = f", over {plain}"
-    if plain != UNLIMITED and point.has(UNLIMITED, STEP):
-        text += f"; {amount(point.speedup(name, UNLIMITED, STEP).median, 'x')} over {UNLIMITED}"
-    cut = IN_SUB_BATCHES.format(point.facts["plans"][name]["sub_batch"])
-    bound = slowdown(point, cut)
-    return text if bound is None else f"{text}; {cut}: {amount(bound.median, 'x')}"
+            slower, plain, text = slowdown(point, name), fastest_plain(point), point.at["network"]
+            if slower is None:
+                yield Comparison(wanted, None, f"{text}{why_missing(point, name)}")
+                continue
+            text += f", over {plain}"
+            if plain != UNLIMITED and point.has(UNLIMITED, STEP):
+                text += f"; {amount(point.speedup(name, UNLIMITED, STEP).median, 'x')} over {UNLIMITED}"
+            cut = IN_SUB_BATCHES.format(point.facts["plans"][name]["sub_batch"])
+            if bound := slowdown(point, cut):
+                text += f"; {cut}: {amount(bound.median, 'x')}"
+            yield Comparison(wanted, slower, text)
 
 
 def differences(points: Sequence[Point], missing: Sequence[str]) -> Iterator[Comparison]:

@@ -100,10 +100,7 @@ class Vdnn:
 class VdnnPlus(Vdnn):
     """Vdnn with the largest sub-batches that fit; tensors come from the pool that plans of this project use.
 
-    The budget is for everything, the optimizer's states too; `peak_bytes` is predicted.
-
-    Raises:
-        BudgetError: nothing fits.
+    The budget is for everything, the optimizer's states too; `peak_bytes` is predicted. BudgetError if nothing fits.
     """
 
     def __init__(
