@@ -37,7 +37,6 @@ from retime.recipes.ooo.worker import gradient_bytes
 
 BACKWARD, BRING, ADD, TAKE, WAIT, EXPOSED = "backward", "bring", "accumulate", "take back", "wait", "exposed"
 QUANTITIES = (BACKWARD, BRING, ADD, TAKE, WAIT, EXPOSED)
-_ONE_BYTE_MB = 1e-6
 
 
 def of_pass(began: float, sums: Iterable[TimedSum], sizes: Sequence[int]) -> dict[str, list[float]]:
@@ -78,7 +77,6 @@ STATE, GROWN, PEAK, STEP = "optimizer state", "grown by", "peak", "step"
 WARMUP_STEPS = 4
 """DDP rebuilds its buckets after the first step; allocators and caches settle in the next ones."""
 _PIECES = 4
-_MIB = 2**20
 
 
 class CheckedOutputs(Callback):
@@ -130,7 +128,7 @@ def sums(request: dict[str, Any]) -> dict[str, Any]:
     """
     device, peer = _device(request), request["backend"]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    given = torch.randn(request["mib"] * _MIB // 4, generator=generator).to(device)
+    given = torch.randn(request["mib"] * 2**20 // 4, generator=generator).to(device)
     streamed = has_streams(device)
     values, into = given.clone(), torch.empty_like(given, device="cpu", pin_memory=streamed)
     reducer = HostReducer(device)
@@ -235,7 +233,7 @@ def layers(request: dict[str, Any]) -> dict[str, Any]:
     own = [(name, list(module.parameters(recurse=False))) for name, module in model.named_modules()]
     own = [(name, parameters) for name, parameters in reversed(own) if parameters]
     sizes = [sum(one.nbytes for one in parameters) for _, parameters in own]
-    network = DistributedDataParallel(model, bucket_cap_mb=_ONE_BYTE_MB, gradient_as_bucket_view=True)
+    network = DistributedDataParallel(model, bucket_cap_mb=1e-6, gradient_as_bucket_view=True)  # a byte, a tensor
     made: list[TimedSum] = []
     reducer = HostReducer(watch=made.append)
     reduction = BucketReduction(network, reducer)

@@ -38,8 +38,7 @@ class FullyConvolutionalNetwork(nn.Module):
         )
         initialise(self)
         # Scores: of the head (at 1/32), of stage 4 (at 1/16) and of stage 3 (at 1/8), as many as the variant merges.
-        merged = {"32s": [], "16s": [3], "8s": [3, 2]}[variant]
-        self.merged = merged
+        self.merged = merged = {"32s": [], "16s": [3], "8s": [3, 2]}[variant]
         sizes = [hidden, *(scaled(VGG_CHANNELS[stage], width) for stage in merged)]
         self.scores = nn.ModuleList(nn.Conv2d(size, num_classes, 1) for size in sizes)
         factors = [*(2 for _ in merged), 32 >> len(merged)]

@@ -44,12 +44,11 @@ from retime.schedules.budget import BudgetError
 
 PARTS, CHECKPOINT, SAVE_ON_CPU = "parts", "checkpoint", "save_on_cpu"
 PEERS = (PARTS, CHECKPOINT, SAVE_ON_CPU)
-_COUNTS = (2, 4, 8, 16, 32)
 
 
 def part_sizes(samples: int) -> set[int]:
     """Samples at once, of a batch of so many in 2 to 32 equal parts."""
-    return {samples // count for count in _COUNTS if samples >= count}
+    return {samples // count for count in (2, 4, 8, 16, 32) if samples >= count}
 
 
 def saving(peer: str | None, device: torch.device = CPU) -> AbstractContextManager[object]:
@@ -82,10 +81,6 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
         else:
             yield from _blocks(child)
 
-
-_EVERYTHING = 2**60
-# The floor is asked for so often: another calibration may find a higher one.
-_TRIES = 4
 
 Batch = tuple[Tensor, Tensor]
 
@@ -136,7 +131,7 @@ class Training:
             costs = calibrate(step, host)
         finally:
             host.close()
-        return search_plan(step, _EVERYTHING, memory=StepMemory(step, (self.samples,), costs, check=True))
+        return search_plan(step, 2**60, memory=StepMemory(step, (self.samples,), costs, check=True))
 
     def offload(self, rule: str, budget_bytes: int | None) -> None:
         """By vDNN's rule; inside a budget in sub-batches."""
@@ -345,7 +340,7 @@ class Server:
 
 def _limit_to_floor(training: Training) -> int:
     budget = training.floor_bytes()
-    for _ in range(_TRIES):
+    for _ in range(4):  # another calibration may find a higher one
         try:
             training.limit(budget)
             return budget

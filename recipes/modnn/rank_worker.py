@@ -38,8 +38,6 @@ ON_HOST = "once a batch, on the host"
 """The paper's way: the host adds up while the last sub-batch runs."""
 PLANNED = (ONCE, NAIVE_ONCE, ON_HOST)
 """The ways inside a budget, by one plan where it holds in all of them."""
-_BUCKETS_MADE = 2
-"""DDP makes its buckets once more in its second step."""
 
 
 class Rank:
@@ -183,8 +181,8 @@ class Rank:
         if self._root is not None:
             self._root.broadcast_weights()
         self._steps += 1
-        if self._steps == _BUCKETS_MADE:
-            trim_heap()  # all ways alike: of what DDP's first buckets were
+        if self._steps == 2:  # in which DDP has made its buckets once more
+            trim_heap()  # all ways alike: of what its first buckets were
 
     def _reduce_each(self, plan: OffloadPlan) -> None:
         """The same sub-batches under plain DDP, which reduces all that was added up so far after each of them."""
