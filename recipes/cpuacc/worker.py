@@ -76,7 +76,6 @@ HOST, GLOO, NCCL, PIECES, COPY = "shared memory", "gloo", "nccl", ", 4 pieces at
 STATE, GROWN, PEAK, STEP = "optimizer state", "grown by", "peak", "step"
 WARMUP_STEPS = 4
 """DDP rebuilds its buckets after the first step; allocators and caches settle in the next ones."""
-_PIECES = 4
 
 
 class CheckedOutputs(Callback):
@@ -137,7 +136,7 @@ def sums(request: dict[str, Any]) -> dict[str, Any]:
         peer: lambda: dist.all_reduce(values),
         peer + PIECES: lambda: [
             work.wait()
-            for work in [dist.all_reduce(piece, async_op=True) for piece in values.chunk(_PIECES)]
+            for work in [dist.all_reduce(piece, async_op=True) for piece in values.chunk(4)]
             if work is not None
         ],
         COPY: lambda: values.copy_(into.copy_(values)) if streamed else into.copy_(values),

@@ -155,8 +155,7 @@ class Distributed(StepTimes):
 
     def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
         settings = replace(settings, devices=at["devices"])
-        request = {"settings": settings, "cores": sorted(os.sched_getaffinity(0))}
-        reply = run_ranks(loopback(at["devices"]), serve, request)[0]
+        reply = run_ranks(loopback(at["devices"]), serve, {"settings": settings})[0]
         tick("fresh processes")
         if reply["world_size"] != at["devices"]:
             raise RuntimeError(f"{at['devices']} ranks were asked for, {reply['world_size']} ran")
@@ -197,7 +196,7 @@ def serve(request: dict[str, Any]) -> dict[str, Any] | None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if settings.hardware.device == "cpu":
-        cores = request["cores"]
+        cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
         torch.set_num_threads(1)
     else:

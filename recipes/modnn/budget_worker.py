@@ -369,7 +369,6 @@ _MESSAGE = re.compile(
     r"at least (?P<floor>\d+) bytes(?: \([^)]*\))? are needed"
     r"(?: at task '(?P<task>\w+)[^']*' of layer '(?P<layer>[^']*)')?\. (?P<hint>.*?) For batch size finders"
 )
-_HINT = re.compile(r"\b(would help|choose)\b")
 
 
 def check(message: str, training: Training) -> tuple[dict[str, bool], str]:
@@ -389,6 +388,6 @@ def check(message: str, training: Training) -> tuple[dict[str, bool], str]:
         FLOOR: at_floor == "trained",
         TASK: hasattr(torch.ops.aten, match["task"] or ""),
         LAYER: match["layer"] in dict(training.model.named_modules()),
-        HINT: bool(_HINT.search(match["hint"])),
+        HINT: bool(re.search(r"\b(would help|choose)\b", match["hint"])),
     }
     return checks, at_floor

@@ -118,8 +118,19 @@ def failure(error: WorkerError) -> str:
     return "out of memory" if any(sign in text for sign in _NO_MEMORY) else "failed"
 
 
+def block_ms(worker: Worker, steps: int, name: str, facts: dict[str, Any]) -> float:
+    """The median step of a block; 0 from the block on in which the process failed, and `facts` say how."""
+    if name in facts["out of memory"] or name in facts["failed"]:
+        return 0.0
+    try:
+        return spread(worker.ask({"do": "block", "steps": steps})["ms"]).median
+    except WorkerError as error:
+        facts[failure(error)][name] = str(error)
+        return 0.0
+
+
 def side_by_side(
-    settings: MemorySettings, case: dict[str, Any], budgets: list[Any], tick: Tick, block: Block | None = None
+    settings: MemorySettings, case: dict[str, Any], budgets: list[Any], tick: Tick, block: Block = block_ms
 ) -> tuple[list[Row], dict[str, Any]]:
     """Rows and facts of a network without a budget and inside each budget: percents of the ideal peak, or the floor.
 
@@ -127,7 +138,6 @@ def side_by_side(
     without a budget; a case may have rules and peers of its own. `block` has a worker train some steps, and returns
     milliseconds a step; see `block_ms`, which is the default. ValueError names an unknown peer.
     """
-    block = block or block_ms
     rules, peers = case.get("rules", settings.rules), case.get("peers", settings.peers)
     unknown = [peer for peer in peers if peer not in PEERS]
     if unknown:
@@ -176,17 +186,6 @@ def side_by_side(
                 if all(kept):  # it lived through all of them
                     rows += [Row(name, STEP, "ms", kept), *_end(workers[name], name, network.folder, facts)]
     return rows, facts
-
-
-def block_ms(worker: Worker, steps: int, name: str, facts: dict[str, Any]) -> float:
-    """The median step of a block; 0 from the block on in which the process failed, and `facts` say how."""
-    if name in facts["out of memory"] or name in facts["failed"]:
-        return 0.0
-    try:
-        return spread(worker.ask({"do": "block", "steps": steps})["ms"]).median
-    except WorkerError as error:
-        facts[failure(error)][name] = str(error)
-        return 0.0
 
 
 def budget_name(budget: Any) -> str:
