@@ -55,7 +55,14 @@ class Generation(Recipe[ConvolutionalSettings]):
             NUMERICAL: (partial(numerical_columns, layer, inputs, settings.columns), inputs.numel() / settings.columns),
         }
         clock = PhaseClock(device)
-        blocks = {name: partial(timed, clock, call, scale) for name, (call, scale) in calls.items()}
+
+        def timed(call: Callable[[], object], scale: float) -> float:
+            clock.start()
+            call()
+            clock.mark()
+            return clock.steps_ms()[0][0] * scale
+
+        blocks = {name: partial(timed, *call) for name, call in calls.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
         transposed = transposed_jacobian(layer, inputs)[1]
         expected = autograd_columns(layer, inputs, settings.columns)
@@ -133,14 +140,6 @@ def operator(name: str, settings: ConvolutionalSettings, device: torch.device) -
         return convolution, image
     inside = convolution(image).detach()
     return (nn.ReLU(), inside) if name == "relu" else (nn.MaxPool2d(2), inside.relu())
-
-
-def timed(clock: PhaseClock, call: Callable[[], object], scale: float) -> float:
-    """Milliseconds of one call, times `scale`."""
-    clock.start()
-    call()
-    clock.mark()
-    return clock.steps_ms()[0][0] * scale
 
 
 def some(count: int, of: int) -> list[int]:

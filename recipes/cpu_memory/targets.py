@@ -7,7 +7,6 @@ take turns, a block of steps each. A value is the median over one process's bloc
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -69,8 +68,17 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for point in result.points:
+            best = best_of(point)
             for label, ours in point.settings["case"]["ours"].items():
-                lines += list(_speed(point, label, ours.get("wanted", {})))
+                if best is None:
+                    continue
+                ratio, least = point.speedup(best, label, STEP), ours.get("wanted", {})
+                where = f"{point.at['case']}, over {best}"
+                if "median" in least:
+                    lines.append(Comparison(Target(label, "x", least["median"]), ratio, where))
+                if "quartile" in least:
+                    low, what = Spread(ratio.low, ratio.low, ratio.low), f"{label}, lower quartile over processes"
+                    lines.append(Comparison(Target(what, "x", least["quartile"]), low, where))
             for label in point.variants(GROWN):
                 ratio = speedup(point.values(label, GROWN), point.values(label, LIVE))
                 wanted = target_of("modnn", "resident-over-live")
@@ -126,17 +134,3 @@ def _runs(
             raise ValueError(f"{label} has variant={ours['variant']!r}: choose from {', '.join(VARIANTS)}")
         runs[label] = environment_of(POOL, {}), {"pool": ours["pool"], "variant": ours["variant"]}
     return runs
-
-
-def _speed(point: Point, label: str, wanted: dict[str, float]) -> Iterator[Comparison]:
-    """The median against its target, and the lower quartile over processes against its own."""
-    best = best_of(point)
-    if best is None:
-        return
-    ratio = point.speedup(best, label, STEP)
-    where = f"{point.at['case']}, over {best}"
-    if "median" in wanted:
-        yield Comparison(Target(label, "x", wanted["median"]), ratio, where)
-    if "quartile" in wanted:
-        low = Spread(ratio.low, ratio.low, ratio.low)
-        yield Comparison(Target(f"{label}, lower quartile over processes", "x", wanted["quartile"]), low, where)

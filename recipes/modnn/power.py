@@ -188,7 +188,6 @@ class Power(NetworkRecipe):
         for point in result.points:
             if NO_METER in point.facts:
                 lines.append(Comparison(claim("figure-15"), None, f"{point.at['network']}: {point.facts[NO_METER]}"))
-                continue
             for name in budgets_of(point):
                 added = percent_more(point, name, UNLIMITED, MEAN)
                 lines.append(Comparison(claim("figure-15"), added, f"{point.at['network']}, {name}"))

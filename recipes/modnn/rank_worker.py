@@ -116,7 +116,7 @@ class Rank:
                     inside.run(lambda some: loss_of(model(some[0]), some[1]), part)
                 optimizer.step()
         if inside is not None:
-            if request["rank"] == 0 and inside.report().plans and not _plan_of(request):
+            if request["rank"] == 0 and inside.report().plans and not Path(request["plans"]).exists():
                 inside.save_plan(request["plans"])
             dist.barrier()
             inside.remove()
@@ -130,7 +130,8 @@ class Rank:
         """Steps inside the budget, by the saved plan as soon as there is one."""
         assert isinstance(model, DistributedDataParallel)
         host = parse_host(request["host"], self._device)
-        return BudgetedDataParallelStep(model, [optimizer], request["budget_bytes"], host, plan=_plan_of(request))
+        plan = request["plans"] if Path(request["plans"]).exists() else None
+        return BudgetedDataParallelStep(model, [optimizer], request["budget_bytes"], host, plan=plan)
 
     def _within_budget(self, request: dict[str, Any]) -> dict[str, Any]:
         self._inside = self._budgeted(request, self._model, self._optimizer)
@@ -229,11 +230,6 @@ class Rank:
             "reduced_bytes": self._reduced_bytes / max(1, self._steps),
             "measured_bytes": self._probe.peaks()["batch"] - self._base,
         }
-
-
-def _plan_of(request: dict[str, Any]) -> str | None:
-    """The file of the plan that all follow; None before it is made."""
-    return request["plans"] if Path(request["plans"]).exists() else None
 
 
 def _share(request: dict[str, Any], device: torch.device) -> Batch:
