@@ -72,11 +72,7 @@ class LogitsOf(nn.Module):
 
 
 def require_transformers() -> Any:
-    """The transformers package.
-
-    Raises:
-        ImportError: it is not installed; the message says what to install.
-    """
+    """The transformers package; ImportError, which says what to install, without it."""
     try:
         import transformers
     except ImportError as error:

@@ -52,11 +52,9 @@ class Network:
         samples = samples or self.batch_size
         with _META:
             model = build_model(self.model, _META, self.seed)
-            inputs, labels = self._batch(samples)
+            batch = self._batch(samples)
             optimizer = build_optimizer(self.optimizer, model.parameters(), {})
-        return TrainingStep(
-            model, (inputs, labels), samples, lambda batch: loss_of(model(batch[0]), batch[1]), [optimizer]
-        )
+        return TrainingStep(model, batch, samples, lambda given: loss_of(model(given[0]), given[1]), [optimizer])
 
     def _batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.tokens:
