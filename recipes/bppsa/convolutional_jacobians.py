@@ -55,9 +55,21 @@ class Generation(Recipe[ConvolutionalSettings]):
             NUMERICAL: (partial(numerical_columns, layer, inputs, settings.columns), inputs.numel() / settings.columns),
         }
         clock = PhaseClock(device)
-        blocks = {name: partial(timed, clock, call, scale) for name, (call, scale) in calls.items()}
+
+        def timed(call: Callable[[], object], scale: float) -> float:
+            clock.start()
+            call()
+            clock.mark()
+            return clock.steps_ms()[0][0] * scale
+
+        blocks = {name: partial(timed, *call) for name, call in calls.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
         transposed = transposed_jacobian(layer, inputs)[1]
+        expected = autograd_columns(layer, inputs, settings.columns)
+        ours = torch.zeros_like(expected)
+        for index, number in enumerate(some(settings.columns, outputs.numel())):
+            here = transposed.pattern.indices == number
+            ours[transposed.pattern.row_of[here], index] = transposed.values[here, 0].detach()
         facts = {
             "transposed Jacobian": f"{transposed.pattern.rows} x {transposed.pattern.columns}",
             "entries": transposed.pattern.entries,
@@ -66,7 +78,7 @@ class Generation(Recipe[ConvolutionalSettings]):
             "full matrix MiB": round(4 * transposed.pattern.rows * transposed.pattern.columns / 2**20, 2),
             "CSR values MiB": round(4 * transposed.pattern.entries / 2**20, 2),
             "columns that the baselines computed": settings.columns,
-            "largest difference from autograd's columns": largest_difference(layer, inputs, settings.columns),
+            "largest difference from autograd's columns": float((ours - expected).abs().max()),
         }
         return Measured([Row(name, "step", "ms", values) for name, values in times.items()], facts)
 
@@ -130,14 +142,6 @@ def operator(name: str, settings: ConvolutionalSettings, device: torch.device) -
     return (nn.ReLU(), inside) if name == "relu" else (nn.MaxPool2d(2), inside.relu())
 
 
-def timed(clock: PhaseClock, call: Callable[[], object], scale: float) -> float:
-    """Milliseconds of one call, times `scale`."""
-    clock.start()
-    call()
-    clock.mark()
-    return clock.steps_ms()[0][0] * scale
-
-
 def some(count: int, of: int) -> list[int]:
     """`count` numbers spread evenly over 0 .. of - 1."""
     return [int(number) for number in torch.linspace(0, of - 1, count)]
@@ -165,17 +169,6 @@ def numerical_columns(layer: nn.Module, inputs: Tensor, count: int) -> Tensor:
             moved.view(-1)[number] += DIFFERENCE
             columns.append(((layer(moved) - before) / DIFFERENCE).flatten())
     return torch.stack(columns, dim=1)
-
-
-def largest_difference(layer: nn.Module, inputs: Tensor, count: int) -> float:
-    """The most by which our Jacobian differs from autograd's in the columns that `some` names."""
-    outputs, jacobian = transposed_jacobian(layer, inputs)
-    wanted = autograd_columns(layer, inputs, count)
-    ours = torch.zeros_like(wanted)
-    for index, number in enumerate(some(count, outputs.numel())):
-        here = jacobian.pattern.indices == number
-        ours[jacobian.pattern.row_of[here], index] = jacobian.values[here, 0].detach()
-    return float((ours - wanted).abs().max())
 
 
 STORED, NON_ZERO, WHOLE = "stored", "non-zero for one input", "whole matrix"

@@ -29,13 +29,12 @@ from retime.recipes.core.claims import Comparison, Target, paper
 from retime.recipes.core.measure import PhaseClock, interleave, middle_step
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row, phase_rows, titled
-from retime.recipes.fusion.variants import VARIANTS, BareLoop
+from retime.recipes.fusion.variants import PHASES, VARIANTS, BareLoop
 from retime.recipes.models.recurrent import CELLS
 
 BASELINE, OURS, MOVED = "baseline", "auto", "moved"
 SHIFT = 1e-7
 """By which part the control changes its weights before training: about one rounding of float32."""
-PHASES = ("forward", "backward", "optimizer")
 TIMES = (*PHASES, "step")
 LABELS = {
     BASELINE: "torch.nn",
@@ -102,8 +101,6 @@ def network(settings: RecurrentSettings, inputs: Tensor, device: torch.device) -
 
 def gradient_differences(loops: dict[str, TrainingLoop], batch: Batch) -> dict[str, float]:
     """Per variant: the largest difference from torch.nn's gradients, relative to the largest of each parameter's."""
-    if BASELINE not in loops:
-        return {}
     expected = loops[BASELINE].gradients(batch)
     tiny = torch.finfo(expected[0].dtype).tiny
 

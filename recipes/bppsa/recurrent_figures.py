@@ -17,7 +17,7 @@ from torch import Tensor
 from retime.foundations.measure import speedup
 from retime.mechanisms.scan import Solver, parse_solver
 from retime.recipes.bppsa import recurrent
-from retime.recipes.bppsa.recurrent import BASELINE, MOVED, OURS, PHASES, Recurrent, label, ratio, scans
+from retime.recipes.bppsa.recurrent import BASELINE, MOVED, OURS, Recurrent, label, ratio, scans
 from retime.recipes.bppsa.settings import RecurrentSettings, claim, compared, of_epochs
 from retime.recipes.bppsa.training import Batch, batches
 from retime.recipes.core import charts
@@ -26,6 +26,7 @@ from retime.recipes.core.claims import Claim, Comparison, amount, paper, show
 from retime.recipes.core.measure import PhaseClock, interleave, middle_step
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row, label_of, phase_rows, titled
+from retime.recipes.fusion.variants import PHASES
 
 MOST_POINTS = 500
 """A stored curve has at most so many points, each the mean of a window of steps."""
@@ -204,10 +205,16 @@ class Scaling(Recurrent):
             latency, speed, breakdown = panels[3 * row : 3 * row + 3]
             places = [point.at["T"] if axis == "T" else 1 / point.at["B"] for point in points]
             names = [str(point.at["T"]) if axis == "T" else f"1/{point.at['B']}" for point in points]
-            draw_backward(latency, points, places)
+            for index, name in enumerate([BASELINE, *scans(points[0])]):
+                values = [point.spread(name, "backward") for point in points]
+                charts.points_with_spread(latency, places, values, label(name), index, line=True)
+            latency.set_ylabel("backward pass of a step (ms)")
             draw_speedups(speed, points, places, table)
             draw_breakdown(breakdown, points, names, table)
             for axes in (latency, speed):
+                axes.set_yscale("log")
+                charts.plain_numbers(axes.yaxis)
+                axes.legend(**BELOW)
                 axes.set_xscale("log")
                 axes.set_xticks(places, names, fontsize=8)
                 axes.xaxis.set_minor_locator(NullLocator())
@@ -374,17 +381,6 @@ def along(result: Result, axis: str) -> list[Point]:
     return points if len(points) > 1 else []
 
 
-def draw_backward(axes: Any, points: list[Point], places: list[float]) -> None:
-    """Panels a and d: milliseconds of a backward pass."""
-    for index, name in enumerate([BASELINE, *scans(points[0])]):
-        values = [point.spread(name, "backward") for point in points]
-        charts.points_with_spread(axes, places, values, label(name), index, line=True)
-    axes.set_yscale("log")
-    charts.plain_numbers(axes.yaxis)
-    axes.set_ylabel("backward pass of a step (ms)")
-    axes.legend(**BELOW)
-
-
 def draw_speedups(axes: Any, points: list[Point], places: list[float], table: str) -> None:
     """Panels b and e: speedup of the backward pass, and of the whole step beside it; the paper's hollow."""
     index = 0
@@ -400,10 +396,7 @@ def draw_speedups(axes: Any, points: list[Point], places: list[float], table: st
             charts.points_with_spread(axes, places, values, text, index, line=True)
             index += 1
     charts.even_line(axes, "torch.nn")
-    axes.set_yscale("log")
-    charts.plain_numbers(axes.yaxis)
     axes.set_ylabel("speedup over torch.nn (x)")
-    axes.legend(**BELOW)
 
 
 def draw_breakdown(axes: Any, points: list[Point], names: list[str], table: str) -> None:

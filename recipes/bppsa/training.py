@@ -62,9 +62,7 @@ def train(
 ) -> Iterator[Tensor]:
     """Train for `count` steps; the loss of each, when its update is done.
 
-    Args:
-        delays: by how many updates the weights are old that forward and backward pass see, for each parameter in turn;
-            none are old if there are none.
+    Forward and backward pass see weights that are so many updates old, for each parameter in turn, if there are delays.
     """
     optimizer = build_optimizer(settings.optimizer, model.parameters(), {})
     pairs = zip(model.parameters(), delays, strict=False)

@@ -16,17 +16,11 @@ _FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib
 
 @dataclass(frozen=True)
 class Allocator:
-    """Allocator that a process is started with.
+    """Allocator that a process is started with."""
 
-    Attributes:
-        label: its name in a report.
-        environment: variables.
-        library: file names of what is preloaded, and the Debian package that has it.
-    """
-
-    label: str
-    environment: Mapping[str, str] = field(default_factory=dict)
-    library: tuple[tuple[str, ...], str] | None = None
+    label: str  # its name in a report
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables
+    library: tuple[tuple[str, ...], str] | None = None  # files to preload one of, and the Debian package that has it
 
 
 ALLOCATORS = {
@@ -50,15 +44,9 @@ class NoAllocatorError(Exception):
 
 
 def environment_of(name: str, paths: Mapping[str, str | None]) -> dict[str, str]:
-    """The variables to start a process with.
+    """The variables to start a process with; `paths` are files of libraries elsewhere than the system's, by allocator.
 
-    Args:
-        name: of :data:`ALLOCATORS`.
-        paths: files of libraries that lie elsewhere than the system's, by allocator.
-
-    Raises:
-        NoAllocatorError: its library is not there.
-        ValueError: there is no allocator of this name.
+    NoAllocatorError if its library is not there, ValueError if there is no allocator of this name.
     """
     if name not in ALLOCATORS:
         raise ValueError(f"allocators has {name!r}: choose from {', '.join(ALLOCATORS)}")

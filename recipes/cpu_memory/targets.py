@@ -7,7 +7,6 @@ take turns, a block of steps each. A value is the median over one process's bloc
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -58,20 +57,28 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
                     for label, worker in workers.items():
                         times[label].append(median(kept[label]))
                         ends[label].append(worker.ask({"do": "end"}))
-        rows = [
-            *(Row(label, STEP, "ms", [round(ms, 4) for ms in values]) for label, values in times.items()),
-            *_memory_rows(ends, RESIDENT, "resident_bytes"),
-            *_memory_rows(ends, GROWN, "grown_bytes"),
-            *_memory_rows(ends, LIVE, "live_bytes"),
-        ]
+        rows = [Row(label, STEP, "ms", [round(ms, 4) for ms in values]) for label, values in times.items()]
+        for quantity, key in ((RESIDENT, "resident_bytes"), (GROWN, "grown_bytes"), (LIVE, "live_bytes")):
+            there = {label: answers for label, answers in ends.items() if all(key in answer for answer in answers)}
+            for label, answers in there.items():
+                rows.append(Row(label, quantity, "MiB", [round(answer[key] / MIB, 2) for answer in answers]))
         reports = {label: end[-1][key] for label, end in ends.items() for key in ("report", "fusion") if key in end[-1]}
         return Measured(rows, {"missing": missing, "batch size": case["batch_size"], "reports": reports})
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for point in result.points:
+            best = best_of(point)
             for label, ours in point.settings["case"]["ours"].items():
-                lines += list(_speed(point, label, ours.get("wanted", {})))
+                if best is None:
+                    continue
+                ratio, least = point.speedup(best, label, STEP), ours.get("wanted", {})
+                where = f"{point.at['case']}, over {best}"
+                if "median" in least:
+                    lines.append(Comparison(Target(label, "x", least["median"]), ratio, where))
+                if "quartile" in least:
+                    low, what = Spread(ratio.low, ratio.low, ratio.low), f"{label}, lower quartile over processes"
+                    lines.append(Comparison(Target(what, "x", least["quartile"]), low, where))
             for label in point.variants(GROWN):
                 ratio = speedup(point.values(label, GROWN), point.values(label, LIVE))
                 wanted = target_of("modnn", "resident-over-live")
@@ -100,7 +107,7 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
             if best is None:
                 continue
             speeds = {label: point.speedup(best, label, STEP) for label in labels}
-            charts.named(axes, speeds, [int(_is_ours(label)) for label in labels])
+            charts.named(axes, speeds, [int("retime" in label) for label in labels])
             charts.even_line(axes, best)
             axes.set_title(f"{point.at['case']}\n1 = {best}", fontsize=9)
         panels[0].set_ylabel("steps per second against\nthe best allocator (x)")
@@ -109,12 +116,8 @@ class AllocatorTargets(CaseRecipe[AllocatorSettings]):
 
 def best_of(point: Point) -> str | None:
     """The plain step's fastest allocator that is not ours."""
-    peers = [name for name in point.variants(STEP) if not _is_ours(name)]
+    peers = [name for name in point.variants(STEP) if "retime" not in name]
     return point.fastest(peers, STEP)
-
-
-def _is_ours(label: str) -> bool:
-    return "retime" in label
 
 
 def _runs(
@@ -131,23 +134,3 @@ def _runs(
             raise ValueError(f"{label} has variant={ours['variant']!r}: choose from {', '.join(VARIANTS)}")
         runs[label] = environment_of(POOL, {}), {"pool": ours["pool"], "variant": ours["variant"]}
     return runs
-
-
-def _memory_rows(ends: dict[str, list[dict[str, Any]]], quantity: str, key: str) -> Iterator[Row]:
-    for label, answers in ends.items():
-        if all(key in answer for answer in answers):
-            yield Row(label, quantity, "MiB", [round(answer[key] / MIB, 2) for answer in answers])
-
-
-def _speed(point: Point, label: str, wanted: dict[str, float]) -> Iterator[Comparison]:
-    """The median against its target, and the lower quartile over processes against its own."""
-    best = best_of(point)
-    if best is None:
-        return
-    ratio = point.speedup(best, label, STEP)
-    where = f"{point.at['case']}, over {best}"
-    if "median" in wanted:
-        yield Comparison(Target(label, "x", wanted["median"]), ratio, where)
-    if "quartile" in wanted:
-        low = Spread(ratio.low, ratio.low, ratio.low)
-        yield Comparison(Target(f"{label}, lower quartile over processes", "x", wanted["quartile"]), low, where)

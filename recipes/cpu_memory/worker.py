@@ -22,8 +22,14 @@ class Server:
         torch.set_num_threads(1)
         batch = torch.load(request["batch"])
         self._counter = MemoryPool()
-        if request["pool"]:
-            self._rehearse(request, batch)
+        if request["pool"]:  # libraries load, and keep what is theirs and not the pool's for this network, before
+            with CPUMemoryPool():
+                loop = _loop({**request, "variant": "fused"}, batch)
+                for _ in range(2):
+                    loop.step()
+                del loop
+                gc.collect()
+            trim_heap()
         self._base = status_bytes("VmRSS")
         self._pool = CPUMemoryPool()
         if request["pool"]:
@@ -34,16 +40,6 @@ class Server:
         self._loop = _loop(request, batch)
         self._probe = MemoryProbe(CPU)
         self._probe.start()
-
-    def _rehearse(self, request: dict[str, Any], batch: Any) -> None:
-        """Let libraries load and keep what is theirs and not the pool's for this network: it is to be there before."""
-        with CPUMemoryPool():
-            loop = _loop({**request, "variant": "fused"}, batch)
-            for _ in range(2):
-                loop.step()
-            del loop
-            gc.collect()
-        trim_heap()
 
     def block(self, request: dict[str, Any]) -> float:
         """Return the milliseconds of the typical one of so many steps."""

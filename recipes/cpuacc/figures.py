@@ -153,11 +153,11 @@ class Trainings(OnRanks):
                     lines.append(Comparison(claim("sooner"), sooner, where.replace(f"over {first}", f"over {NAIVE}")))
                 lines.append(Comparison(target("same-steps"), steps, where))
                 if point.at["ranks"] == 2:  # with more, gloo adds up in an order of its own
-                    lines.append(Comparison(target("same-outputs"), _most(point, label, DIFFERENCE), where))
+                    most = spread([max(point.values(label, DIFFERENCE))])
+                    lines.append(Comparison(target("same-outputs"), most, where))
                 for wanted, quantity in (("in-order", FROM_ORDER), ("repeated", FROM_REPEAT)):
-                    if point.has(label, quantity):
-                        most = _most(point, label, quantity)
-                        lines.append(Comparison(target(wanted), most, f"{place(point)}: {label}"))
+                    most = spread([max(point.values(label, quantity))])
+                    lines.append(Comparison(target(wanted), most, f"{place(point)}: {label}"))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -194,10 +194,6 @@ class Trainings(OnRanks):
         charts.save(drawing, path)
 
 
-def _most(point: Point, label: str, quantity: str) -> Spread:
-    return spread([max(point.values(label, quantity))])
-
-
 def _rows(settings: AccumulationSettings, label: str, fits: list[dict[str, Any]]) -> list[Row]:
     reached = [_reached(settings, label, one["right"]) for one in fits]
     seconds = [round(one["seconds"][check], 4) for one, check in zip(fits, reached, strict=True)]
@@ -214,11 +210,7 @@ def _rows(settings: AccumulationSettings, label: str, fits: list[dict[str, Any]]
 
 
 def _reached(settings: AccumulationSettings, label: str, right: list[float]) -> int:
-    """The first check at which the accuracy was there.
-
-    Raises:
-        ValueError: it never was.
-    """
+    """The first check at which the accuracy was there; ValueError if it never was."""
     for check, share in enumerate(right):
         if share >= settings.accuracy:
             return check

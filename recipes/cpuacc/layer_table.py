@@ -29,14 +29,11 @@ def published() -> tuple[dict[str, list[float]], list[Claim]]:
     whole = paper("cpuacc").tables["table-3"]
     claim = partial(Claim, "Sekiyama et al. 2017")
     added, in_all = sum(by_layer[ADD]), sum(sum(times) for times in by_layer.values())
-    waited = 100 * whole["exposed"] / in_all
+    waited, slower = 100 * whole["exposed"] / in_all, whole["backward"] / whole["alone"]
     return by_layer, [
         claim("Tables 3 and 4", "x", added / whole["backward"], "accumulation of all layers over the backward pass"),
         claim("Tables 3 and 4", "%", waited, "of copies and accumulation the step waits for"),
-        claim(
-            *("Table 3", "x", whole["backward"] / whole["alone"]),
-            "backward pass with accumulation beside it over one without",
-        ),
+        claim("Table 3", "x", slower, "backward pass with accumulation beside it over one without"),
     ]
 
 
@@ -66,8 +63,6 @@ class LayerTable(OnRanks):
         table, totals = published()
         for point in result.points:
             where, labels = place(point), _layers(point)
-            if not labels:
-                continue
             added, backward = point.values(ALL, ADD), point.values(ALL, BACKWARD)
             exposed = [100 * wait for wait in point.values(ALL, EXPOSED)]
             over = ((added, backward), (exposed, _work(point)), (backward, point.values(ALL, ALONE)))
@@ -93,8 +88,7 @@ class LayerTable(OnRanks):
         for point in result.points:
             lines.append(f"- {place(point)} on {point.facts['cores']} cores:")
             lines += [f"  - {label}: {what}" for label, what in point.facts["layers"].items()]
-            if _layers(point):
-                lines.append(f"  - {exposure(point)}")
+            lines.append(f"  - {exposure(point)}")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -131,7 +125,7 @@ def exposure(point: Point) -> str:
 
 
 def _layers(point: Point) -> list[str]:
-    """As the backward pass goes; none in a point that was measured before sums told where their time goes."""
+    """Layers, as the backward pass goes."""
     return [label for label in point.variants(ADD) if label != ALL]
 
 

@@ -174,10 +174,9 @@ class Updates(FreshStarts):
 
     def draw(self, result: Result, path: Path) -> None:
         quantities = ((STATE, "optimizer state of a rank (MiB)"), (GROWN, "a rank grows by (MiB)"), (STEP, "step (ms)"))
-        count = len(result.points) * len(quantities)
-        rows = len(result.points)
-        drawing, panels = charts.panels(titled(result), count, width=10.5, height=4.2 * rows, rows=rows)
         places = [(point, *quantity) for point in result.points for quantity in quantities]
+        rows = len(result.points)
+        drawing, panels = charts.panels(titled(result), len(places), width=10.5, height=4.2 * rows, rows=rows)
         for axes, (point, quantity, text) in zip(panels, places, strict=True):
             values = {label: point.values(label, quantity) for label in point.variants(quantity)}
             charts.named(axes, {label: spread(kept) for label, kept in values.items()})

@@ -29,8 +29,7 @@ _LINE = 16  # float32 numbers in a cache line
 class RootUpdate:
     """Rank 0 gets the mean of all gradients, and all other ranks get its weights.
 
-    Args:
-        model: with one bucket and no communication hook yet. Its parameters become parts of one buffer.
+    The model has one bucket and no communication hook yet; its parameters become parts of one buffer.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:

@@ -90,10 +90,10 @@ class Targets(CaseRecipe[AccumulationSettings]):
     def draw(self, result: Result, path: Path) -> None:
         sums = [point for point in result.points if "case" not in point.at]
         cases = [point for point in result.points if "case" in point.at]
-        drawing, panels = charts.panels(titled(result), bool(sums) + len(cases), width=5.0 * (bool(sums) + len(cases)))
-        left = list(panels)
+        count = bool(sums) + len(cases)
+        drawing, panels = charts.panels(titled(result), count, width=5.0 * count)
         if sums:
-            axes = left.pop(0)
+            axes = panels.pop(0)
             for index, point in enumerate(sums):
                 charts.points_with_spread(axes, [index], [point.speedup(_peer(point), HOST, SUM)], None, 0)
             charts.even_line(axes, "the peer")
@@ -101,7 +101,7 @@ class Targets(CaseRecipe[AccumulationSettings]):
             axes.set_xticks(range(len(sums)), labels, fontsize=8)
             peers = " or ".join(dict.fromkeys(_peer(point).partition(",")[0] for point in sums))
             axes.set_ylabel(f"sums per second in shared memory\nagainst {peers} (x)")
-        for axes, point in zip(left, cases, strict=True):
+        for axes, point in zip(panels, cases, strict=True):
             charts.named(axes, {label: point.spread(label, STEP) for label in point.variants(STEP)})
             axes.set_ylim(bottom=0)
             axes.set_title(f"{point.at['case']}, {point.facts['ranks']} ranks", fontsize=9)

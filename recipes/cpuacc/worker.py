@@ -37,69 +37,14 @@ from retime.recipes.ooo.worker import gradient_bytes
 
 BACKWARD, BRING, ADD, TAKE, WAIT, EXPOSED = "backward", "bring", "accumulate", "take back", "wait", "exposed"
 QUANTITIES = (BACKWARD, BRING, ADD, TAKE, WAIT, EXPOSED)
-_ONE_BYTE_MB = 1e-6
-
-
-class LayerTimes:
-    """Backward passes, with sums beside them or without; all ranks call the same.
-
-    Args:
-        model: its layers' own parameters are used in the order of its modules.
-        batch: inputs ``(B, ...)`` and targets ``(B,)``.
-
-    Attributes:
-        layers: name and number of parameters of each, in the order of the backward pass.
-        note: how sums are made.
-    """
-
-    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-        own = [(name, list(module.parameters(recurse=False))) for name, module in model.named_modules()]
-        own = [(name, parameters) for name, parameters in reversed(own) if parameters]
-        self.layers = [(name, sum(one.numel() for one in parameters)) for name, parameters in own]
-        self._bytes = [sum(one.nbytes for one in parameters) for _, parameters in own]
-        self._model = DistributedDataParallel(model, bucket_cap_mb=_ONE_BYTE_MB, gradient_as_bucket_view=True)
-        self._batch = batch
-        self._made: list[TimedSum] = []
-        reducer = HostReducer(watch=self._made.append)
-        self.note = reducer.note
-        self._reduction = BucketReduction(self._model, reducer)
-        self._backward()  # whose buckets hold several layers
-
-    def alone_ms(self) -> float:
-        """Milliseconds of a backward pass without sums."""
-        began = self._backward(sums=False)
-        return (time.perf_counter() - began) * 1e3
-
-    def beside_ms(self) -> dict[str, list[float]]:
-        """Milliseconds of each layer by quantity, as `of_pass` has them, of a backward pass with sums beside it."""
-        self._made.clear()
-        began = self._backward()
-        return of_pass(began, self._made, self._bytes)
-
-    def close(self) -> None:
-        """Give back what sums need."""
-        self._reduction.close()
-
-    def _backward(self, *, sums: bool = True) -> float:
-        self._model.zero_grad(set_to_none=False)
-        with nullcontext() if sums else self._model.no_sync():
-            loss = loss_of(self._model(self._batch[0]), self._batch[1])
-            dist.barrier()
-            began = time.perf_counter()
-            loss.backward()  # type: ignore[no-untyped-call]
-        return began
 
 
 def of_pass(began: float, sums: Iterable[TimedSum], sizes: Sequence[int]) -> dict[str, list[float]]:
-    """Milliseconds of each layer, by quantity, from the sums of a backward pass.
+    """Milliseconds of each layer, by quantity, from the sums of a backward pass and when that began.
 
     A layer's backward time is that from the layer behind it to its own last gradient. What is exposed of a sum ran when
-    the last gradient was there, so that there was nothing left to hide behind.
-
-    Args:
-        began: the backward pass, as the sums' times of day.
-        sums: a layer's follow one another, whatever their number.
-        sizes: bytes of each layer, in the order of the backward pass.
+    the last gradient was there, so that there was nothing left to hide behind. `sizes` are bytes of each layer, in the
+    order of the backward pass; a layer's sums follow one another, whatever their number.
 
     Raises:
         ValueError: a bucket holds gradients of two layers, or sums went through gloo.
@@ -131,30 +76,18 @@ HOST, GLOO, NCCL, PIECES, COPY = "shared memory", "gloo", "nccl", ", 4 pieces at
 STATE, GROWN, PEAK, STEP = "optimizer state", "grown by", "peak", "step"
 WARMUP_STEPS = 4
 """DDP rebuilds its buckets after the first step; allocators and caches settle in the next ones."""
-_PIECES = 4
-_MIB = 2**20
 
 
 class CheckedOutputs(Callback):
-    """Answers and how many are right; the time that takes is not the fit's.
+    """Answers and how many are right, after each so many steps; the time that takes is not the fit's."""
 
-    Args:
-        every: steps.
-        batch: images ``(B, C, H, W)`` and their classes ``(B,)``.
-
-    Attributes:
-        answers: of each check, shape ``(B, classes)``.
-        right: share of the images, of each check.
-        seconds: of training before each check.
-    """
-
-    def __init__(self, every: int, batch: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, every: int, batch: Batch) -> None:
         self._every = every
-        self._images, self._classes = batch
+        self._images, self._classes = batch  # ``(B, C, H, W)`` and ``(B,)``
         self._began = self._checking = 0.0
-        self.answers: list[Tensor] = []
-        self.right: list[float] = []
-        self.seconds: list[float] = []
+        self.answers: list[Tensor] = []  # of each check, ``(B, classes)``
+        self.right: list[float] = []  # share of the images, of each check
+        self.seconds: list[float] = []  # of training before each check
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = _now(pl_module.device)
@@ -174,12 +107,7 @@ class CheckedOutputs(Callback):
 
 
 class HeldState(Callback):
-    """The most at the end of any step.
-
-    Attributes:
-        state: bytes of the optimizers' states.
-        resident: bytes of the process.
-    """
+    """The most bytes at the end of any step: of the optimizers' states, and of the process."""
 
     def __init__(self) -> None:
         self.state = self.resident = 0
@@ -199,7 +127,7 @@ def sums(request: dict[str, Any]) -> dict[str, Any]:
     """
     device, peer = _device(request), request["backend"]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    given = torch.randn(request["mib"] * _MIB // 4, generator=generator).to(device)
+    given = torch.randn(request["mib"] * 2**20 // 4, generator=generator).to(device)
     streamed = has_streams(device)
     values, into = given.clone(), torch.empty_like(given, device="cpu", pin_memory=streamed)
     reducer = HostReducer(device)
@@ -208,7 +136,7 @@ def sums(request: dict[str, Any]) -> dict[str, Any]:
         peer: lambda: dist.all_reduce(values),
         peer + PIECES: lambda: [
             work.wait()
-            for work in [dist.all_reduce(piece, async_op=True) for piece in values.chunk(_PIECES)]
+            for work in [dist.all_reduce(piece, async_op=True) for piece in values.chunk(4)]
             if work is not None
         ],
         COPY: lambda: values.copy_(into.copy_(values)) if streamed else into.copy_(values),
@@ -230,9 +158,8 @@ def sums(request: dict[str, Any]) -> dict[str, Any]:
         values.copy_(given)
         ways[HOST]()
         same.append(torch.equal(values, expected))
-    note = reducer.note
     reducer.close()
-    return {"ms": times, "same": all(same), "how": note}
+    return {"ms": times, "same": all(same), "how": reducer.note}
 
 
 def fits(request: dict[str, Any]) -> dict[str, Any]:
@@ -296,14 +223,44 @@ def _apart(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
 
 
 def layers(request: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of each layer's backward pass and of the parts of its sum beside it; of a backward pass alone."""
-    (batch,) = _batches(request, 1)
-    network = LayerTimes(build_model(request["model"], CPU, request["seed"]), batch)
-    ways: dict[str, Callable[[], Any]] = {"alone": network.alone_ms, "beside": network.beside_ms}
+    """Milliseconds of each layer's backward pass and of the parts of its sum beside it; of a backward pass alone.
+
+    Layers are in the order of the backward pass, of a model that uses its modules in order: names, and parameters.
+    """
+    ((inputs, targets),) = _batches(request, 1)
+    model = build_model(request["model"], CPU, request["seed"])
+    own = [(name, list(module.parameters(recurse=False))) for name, module in model.named_modules()]
+    own = [(name, parameters) for name, parameters in reversed(own) if parameters]
+    sizes = [sum(one.nbytes for one in parameters) for _, parameters in own]
+    network = DistributedDataParallel(model, bucket_cap_mb=1e-6, gradient_as_bucket_view=True)  # a byte, a tensor
+    made: list[TimedSum] = []
+    reducer = HostReducer(watch=made.append)
+    reduction = BucketReduction(network, reducer)
+
+    def backward(*, sums: bool = True) -> float:
+        network.zero_grad(set_to_none=False)
+        with nullcontext() if sums else network.no_sync():
+            loss = loss_of(network(inputs), targets)
+            dist.barrier()
+            began = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
+        return began
+
+    def alone() -> float:
+        began = backward(sums=False)
+        return (time.perf_counter() - began) * 1e3
+
+    def beside() -> dict[str, list[float]]:
+        made.clear()
+        return of_pass(backward(), made, sizes)
+
+    backward()  # whose buckets hold several layers
+    ways: dict[str, Callable[[], Any]] = {"alone": alone, "beside": beside}
     times = interleave(ways, request["rounds"], request["warmup_rounds"], tell)
-    network.close()
-    beside = {quantity: [by_layer[quantity] for by_layer in times["beside"]] for quantity in QUANTITIES}
-    return {"layers": network.layers, "ms": beside, "alone": times["alone"], "how": network.note}
+    reduction.close()
+    named = [(name, sum(one.numel() for one in parameters)) for name, parameters in own]
+    by_quantity = {quantity: [by_layer[quantity] for by_layer in times["beside"]] for quantity in QUANTITIES}
+    return {"layers": named, "ms": by_quantity, "alone": times["alone"], "how": reducer.note}
 
 
 def held(request: dict[str, Any]) -> dict[str, Any]:

@@ -54,21 +54,17 @@ def fit_speedup(
     """Least squares over the baseline's and all fused variants' step times, which share t_grad and t_opt.
 
     The step times are linear in the unknowns; each equation is divided by its measured time, so that a relative error
-    counts alike at every batch size.
-
-    Raises:
-        ValueError: fewer than two batch sizes, from which slope and offset cannot be told apart.
+    counts alike at every batch size. ValueError with a single batch size, from which slope and offset cannot be told.
     """
     if len(set(batch_sizes)) < 2:
         raise ValueError(f"the formula needs at least two batch sizes, not {list(batch_sizes)}")
     names = list(fused_ms)
-    equations, wanted = [], []
+    equations = []
     for column, times in enumerate([baseline_ms, *fused_ms.values()]):
         for size, milliseconds in zip(batch_sizes, times, strict=True):
             saved = [-1.0 if column == index + 1 else 0.0 for index in range(len(names))]
             equations.append(np.array([float(size), 1.0, *saved]) / milliseconds)
-            wanted.append(1.0)
-    solution, *_ = np.linalg.lstsq(np.array(equations), np.array(wanted), rcond=None)
+    solution, *_ = np.linalg.lstsq(np.array(equations), np.ones(len(equations)), rcond=None)
     grad, opt, *saved_all = (float(value) for value in solution)
     fit = SpeedupFit(grad, opt, dict(zip(names, saved_all, strict=True)), 0.0)
     errors = [

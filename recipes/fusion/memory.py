@@ -35,6 +35,7 @@ from retime.recipes.fusion.variants import VARIANTS, BareLoop, choose_variants, 
 MIB = 2**20
 FIRST, LATER, GRADIENTS = "peak of the first step", "peak of later steps", "gradients alive"
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+_ADAMW |= {"amsgrad": False, "maximize": False}
 
 
 class PeakMemory(Recipe[FusionSettings]):
@@ -131,12 +132,7 @@ class LinearChain:
         steps = of(self._steps)
         for step in steps:
             step += 1
-        fused_adamw(
-            *(of(self._weights), of(self._gradients), of(self._first), of(self._second), [], steps),
-            **_ADAMW,
-            amsgrad=False,
-            maximize=False,
-        )
+        fused_adamw(of(self._weights), of(self._gradients), of(self._first), of(self._second), [], steps, **_ADAMW)
 
     def block(self, steps: int) -> float:
         """Milliseconds of the typical one of `steps` steps after one that is not counted."""

@@ -124,10 +124,7 @@ class Transactions(Recipe[FusionSettings]):
 def traffic(order: Schedule, sizes: dict[int, int], history: int) -> Counter[Any]:
     """Count a schedule's bytes READ and WRITTEN, and (MERGED, layer): reads of what the node before has just touched.
 
-    Args:
-        order: one lane.
-        sizes: bytes of parameters, by layer.
-        history: tensors of the optimizer's for each parameter.
+    The schedule has one lane, `sizes` are bytes of parameters by layer, and a parameter has `history` tensors more.
     """
     counts: Counter[Any] = Counter()
     close: set[tuple[str, int]] = set()

@@ -98,7 +98,7 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
                     what = f"{case}: {label(variant)} over the plain strategy"
                     lines.append(Comparison(Target(what, "x", least), ratio(cases[case], "fused", variant)))
         for case, point in cases.items():
-            if case == CANNOT_HELP:
+            if case == "large_convolution":  # where fusion cannot help
                 for variant in OURS:
                     target = Target(f"{case}: time {label(variant)} adds to the plain strategy", "%", 1.0, at_most=True)
                     lines.append(Comparison(target, percent_more(point, variant, "fused", "step")))
@@ -138,9 +138,6 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
         charts.save(drawing, path)
 
 
-CANNOT_HELP = "large_convolution"
-
-
 class Distributed(StepTimes):
     """`fusion_ddp`, appendix C.5: the same comparison under DDP and on one device, always in a fresh process.
 
@@ -158,8 +155,7 @@ class Distributed(StepTimes):
 
     def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
         settings = replace(settings, devices=at["devices"])
-        request = {"settings": settings, "cores": sorted(os.sched_getaffinity(0))}
-        reply = run_ranks(loopback(at["devices"]), serve, request)[0]
+        reply = run_ranks(loopback(at["devices"]), serve, {"settings": settings})[0]
         tick("fresh processes")
         if reply["world_size"] != at["devices"]:
             raise RuntimeError(f"{at['devices']} ranks were asked for, {reply['world_size']} ran")
@@ -200,7 +196,7 @@ def serve(request: dict[str, Any]) -> dict[str, Any] | None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if settings.hardware.device == "cpu":
-        cores = request["cores"]
+        cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
         torch.set_num_threads(1)
     else:

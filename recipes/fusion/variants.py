@@ -90,11 +90,7 @@ def _fusion(mode: str, model: nn.Module, make: MakeOptimizer) -> Wired:
 
 
 def _kernel_in_hooks(model: nn.Module, make: MakeOptimizer) -> Wired:
-    """A hook calls the kernel as soon as a layer has its gradients. The first step, which makes the state, is plain.
-
-    Raises:
-        KernelUnavailable: it is not ``AdamW(fused=True)``.
-    """
+    """A hook calls the kernel, of AdamW alone, as soon as a layer has its gradients. The first step makes the state."""
     optimizer = make(model.parameters())
     if type(optimizer) is not torch.optim.AdamW or not optimizer.defaults["fused"]:
         raise KernelUnavailable("only AdamW(fused=True) is called kernel by kernel")
@@ -224,15 +220,14 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(request["device"])
     torch.set_num_threads(1)
     variant = VARIANTS[request["variant"]]
-    tiny = BareLoop(
-        variant, build_model(request["small_model"], device, 0), _batch(request, device), request["optimizer"]
-    )
+    batches = partial(build_batches, request["data"], request["batch_size"], 1, device)
+    tiny = BareLoop(variant, build_model(request["small_model"], device, 0), batches()[0], request["optimizer"])
     tiny.block(1)  # loads kernels and code that would count as the model's otherwise
     del tiny
     gc.collect()
     before, source = _peak(device, lambda: None)
     model = build_model(request["model"], device, 0)
-    loop = BareLoop(variant, model, _batch(request, device), request["optimizer"])
+    loop = BareLoop(variant, model, batches()[0], request["optimizer"])
     first, _ = _peak(device, loop.step)
     later, _ = _peak(device, lambda: loop.block(request["steps"]))
     gradients = GradientBytes(model.parameters())
@@ -244,11 +239,6 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         "parameters": parameter_count(model),
         "source": source,
     }
-
-
-def _batch(request: dict[str, Any], device: torch.device) -> Any:
-    (batch,) = build_batches(request["data"], request["batch_size"], 1, device)
-    return batch
 
 
 def _peak(device: torch.device, work: Any) -> tuple[int, str]:

@@ -5,7 +5,8 @@ Legend: B batch, C channels, H and W image height and width, N classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -93,13 +94,8 @@ def lenet5(num_classes: int = 10, in_channels: int = 1, width: float = 1.0, clas
     connections is left out, as everyone does).
     """
     first, second, third, fourth = (scaled(channels, width, divisor=1) for channels in (6, 16, 120, 84))
-
-    def activation() -> nn.Module:
-        return nn.Tanh() if classic else nn.ReLU()
-
-    def pool() -> nn.Module:
-        return nn.AvgPool2d(2) if classic else nn.MaxPool2d(2)
-
+    activation = nn.Tanh if classic else nn.ReLU
+    pool = partial(nn.AvgPool2d if classic else nn.MaxPool2d, 2)
     return nn.Sequential(
         *(nn.Conv2d(in_channels, first, 5), activation(), pool()),
         *(nn.Conv2d(first, second, 5), activation(), pool()),
@@ -141,30 +137,27 @@ def alexnet(
     return model
 
 
-def vgg_stages(depth: int | Sequence[int]) -> tuple[int, ...]:
-    """Convolutions in each of the five stages of VGG-``depth``; a sequence of five positive integers passes through.
+def vgg_stages(
+    depth: int | Sequence[int], in_channels: int, width: float, batch_norm: bool = False
+) -> Iterator[list[nn.Module]]:
+    """VGG's five stages, each some times (3x3 convolution, optional batch normalisation, ReLU), then 2x2 pooling.
 
-    Raises:
-        ValueError: an unknown depth, or not five positive integers.
+    ValueError for an unknown depth, or numbers of convolutions that are not five positive ones.
     """
     if isinstance(depth, int):
         choose("depth", depth, VGG_STAGES)
-        return VGG_STAGES[depth]
-    stages = tuple(depth)
-    if len(stages) != len(VGG_CHANNELS) or min(stages) < 1:
-        raise ValueError(f"depth={stages} must give a positive number of convolutions for each of 5 stages")
-    return stages
-
-
-def vgg_stage(in_channels: int, out_channels: int, convolutions: int, batch_norm: bool) -> list[nn.Module]:
-    """One VGG stage: ``convolutions`` times (3x3 convolution, optional batch normalisation, ReLU), then 2x2 pooling."""
-    layers: list[nn.Module] = []
-    for index in range(convolutions):
-        layers.append(nn.Conv2d(out_channels if index else in_channels, out_channels, 3, padding=1))
-        if batch_norm:
-            layers.append(nn.BatchNorm2d(out_channels))
-        layers.append(nn.ReLU())
-    return [*layers, nn.MaxPool2d(2)]
+        depth = VGG_STAGES[depth]
+    if len(depth) != len(VGG_CHANNELS) or min(depth) < 1:
+        raise ValueError(f"depth={tuple(depth)} must give a positive number of convolutions for each of 5 stages")
+    for convolutions, channels in zip(depth, VGG_CHANNELS, strict=True):
+        layers: list[nn.Module] = []
+        for _ in range(convolutions):
+            layers.append(nn.Conv2d(in_channels, scaled(channels, width), 3, padding=1))
+            in_channels = scaled(channels, width)
+            if batch_norm:
+                layers.append(nn.BatchNorm2d(in_channels))
+            layers.append(nn.ReLU())
+        yield [*layers, nn.MaxPool2d(2)]
 
 
 def vgg(
@@ -196,13 +189,9 @@ def vgg(
     """
     if image_size < 32:
         raise ValueError(f"image_size={image_size} is too small: VGG halves the image five times, so use 32 or more")
-    features: list[nn.Module] = []
-    channels = in_channels
-    for convolutions, out_channels in zip(vgg_stages(depth), VGG_CHANNELS, strict=True):
-        features += vgg_stage(channels, scaled(out_channels, width), convolutions, batch_norm)
-        channels = scaled(out_channels, width)
+    features = [layer for stage in vgg_stages(depth, in_channels, width, batch_norm) for layer in stage]
     grid = min(7, image_size // 32)
-    flat = channels * grid * grid
+    flat = scaled(VGG_CHANNELS[-1], width) * grid * grid
     head: list[nn.Module] = [nn.AdaptiveAvgPool2d(grid), nn.Flatten()]
     if hidden:
         hidden = scaled(hidden, width)

@@ -37,9 +37,7 @@ def scaled(channels: int, width: float, divisor: int = 8) -> int:
     """``channels * width`` rounded to a multiple of ``divisor``, at least ``divisor``; unchanged at ``width == 1``.
 
     Rounding never takes away more than a tenth (the MobileNet family's rule), which matters for narrow layers.
-
-    Raises:
-        ValueError: ``width`` is not positive.
+    ValueError if ``width`` is not positive.
     """
     if width <= 0:
         raise ValueError(f"width={width} must be positive: it multiplies every layer's channels")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from retime.recipes.models.chains import VGG_CHANNELS, vgg_stage, vgg_stages
+from retime.recipes.models.chains import VGG_CHANNELS, vgg_stages
 from retime.recipes.models.common import choose, initialise, scaled
 
 
@@ -30,22 +30,15 @@ class FullyConvolutionalNetwork(nn.Module):
 
     def __init__(self, variant: str, num_classes: int, in_channels: int, width: float, dropout: float) -> None:
         super().__init__()
-        stages: list[nn.Sequential] = []
-        channels = in_channels
-        for convolutions, out_channels in zip(vgg_stages(16), VGG_CHANNELS, strict=True):
-            out_channels = scaled(out_channels, width)
-            stages.append(nn.Sequential(*vgg_stage(channels, out_channels, convolutions, batch_norm=False)))
-            channels = out_channels
-        self.stages = nn.ModuleList(stages)
-        hidden = scaled(4096, width)
+        self.stages = nn.ModuleList(nn.Sequential(*stage) for stage in vgg_stages(16, in_channels, width))
+        channels, hidden = scaled(VGG_CHANNELS[-1], width), scaled(4096, width)
         self.head = nn.Sequential(
             *(nn.Conv2d(channels, hidden, 7, padding=3), nn.ReLU(), nn.Dropout2d(dropout)),
             *(nn.Conv2d(hidden, hidden, 1), nn.ReLU(), nn.Dropout2d(dropout)),
         )
         initialise(self)
         # Scores: of the head (at 1/32), of stage 4 (at 1/16) and of stage 3 (at 1/8), as many as the variant merges.
-        merged = {"32s": [], "16s": [3], "8s": [3, 2]}[variant]
-        self.merged = merged
+        self.merged = merged = {"32s": [], "16s": [3], "8s": [3, 2]}[variant]
         sizes = [hidden, *(scaled(VGG_CHANNELS[stage], width) for stage in merged)]
         self.scores = nn.ModuleList(nn.Conv2d(size, num_classes, 1) for size in sizes)
         factors = [*(2 for _ in merged), 32 >> len(merged)]

@@ -6,6 +6,7 @@ Legend: B batch, C channels, H and W image height and width, N classes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +31,11 @@ INCEPTIONS: tuple[tuple[int, int, int, int, int, int] | None, ...] = (
 Unit = Callable[..., list[nn.Module]]
 
 
-def make_unit(batch_norm: bool) -> Unit:
-    """A function ``(in_channels, out_channels, kernel, stride)`` that makes convolution, normalisation and ReLU."""
-
-    def unit(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-        convolution = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=not batch_norm)
-        norm = [nn.BatchNorm2d(out_channels, eps=1e-3)] if batch_norm else []
-        return [convolution, *norm, nn.ReLU()]
-
-    return unit
+def make_unit(batch_norm: bool, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    """Convolution, normalisation if it has any, and ReLU."""
+    convolution = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=not batch_norm)
+    norm = [nn.BatchNorm2d(out_channels, eps=1e-3)] if batch_norm else []
+    return [convolution, *norm, nn.ReLU()]
 
 
 class Inception(nn.Module):
@@ -80,7 +77,7 @@ def googlenet(
         ValueError: ``kernel`` is neither 3 nor 5.
     """
     choose("kernel", kernel, (3, 5))
-    unit = make_unit(batch_norm)
+    unit = partial(make_unit, batch_norm)
     stem, channels = scaled(64, width), scaled(192, width)
     layers: list[nn.Module] = [
         *(*unit(in_channels, stem, 7, 2), nn.MaxPool2d(3, stride=2, ceil_mode=True)),

@@ -72,11 +72,7 @@ class LogitsOf(nn.Module):
 
 
 def require_transformers() -> Any:
-    """The transformers package.
-
-    Raises:
-        ImportError: it is not installed; the message says what to install.
-    """
+    """The transformers package; ImportError, which says what to install, without it."""
     try:
         import transformers
     except ImportError as error:
@@ -87,9 +83,9 @@ def require_transformers() -> Any:
     return transformers
 
 
-def sized(what: str, sizes: dict[str, Size], size: str, layers: int | None) -> Size:
+def sized(sizes: dict[str, Size], size: str, layers: int | None) -> Size:
     """``sizes[size]`` with the number of layers replaced if one is given, after a check of both."""
-    choose(what, size, sizes)
+    choose("size", size, sizes)
     if layers is not None and layers < 1:
         raise ValueError(f"layers={layers} must be at least 1")
     return sizes[size] if layers is None else sizes[size]._replace(layers=layers)
@@ -163,7 +159,7 @@ def bert(
     Raises:
         ValueError: unknown ``size`` or ``head``.
     """
-    shape = sized("size", BERT_SIZES, size, layers)
+    shape = sized(BERT_SIZES, size, layers)
     choose("head", head, ("classification", "masked_lm"))
     transformers = require_transformers()
     config = transformers.BertConfig(
@@ -201,7 +197,7 @@ def gpt2(
     Raises:
         ValueError: unknown ``size``.
     """
-    shape = sized("size", GPT2_SIZES, size, layers)
+    shape = sized(GPT2_SIZES, size, layers)
     transformers = require_transformers()
     config = transformers.GPT2Config(
         vocab_size=vocab_size,
@@ -237,7 +233,7 @@ def llama(
     Raises:
         ValueError: unknown ``size``.
     """
-    shape = sized("size", LLAMA_SIZES, size, layers)
+    shape = sized(LLAMA_SIZES, size, layers)
     transformers = require_transformers()
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,

@@ -42,9 +42,7 @@ def recurrent_classifier(
         ValueError: another cell.
     """
     choose("cell", cell, CELLS)
-    recurrent = CELLS[cell](
-        input_size, hidden_size, num_layers=num_layers, batch_first=True, bidirectional=bidirectional
-    )
+    recurrent = CELLS[cell](input_size, hidden_size, num_layers, batch_first=True, bidirectional=bidirectional)
     return RecurrentClassifier(recurrent, num_classes)
 
 
@@ -79,7 +77,5 @@ def recurrent_tagger(
         ValueError: another cell.
     """
     choose("cell", cell, CELLS)
-    recurrent = CELLS[cell](
-        hidden_size, hidden_size, num_layers=num_layers, batch_first=True, bidirectional=bidirectional
-    )
+    recurrent = CELLS[cell](hidden_size, hidden_size, num_layers, batch_first=True, bidirectional=bidirectional)
     return RecurrentTagger(nn.Embedding(vocab_size, hidden_size), recurrent, num_classes)

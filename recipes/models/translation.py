@@ -24,14 +24,7 @@ class TranslationTransformer(nn.Module):
     positions: Tensor
 
     def __init__(
-        self,
-        vocab_size: int,
-        features: int,
-        heads: int,
-        feed_forward: int,
-        layers: int,
-        dropout: float,
-        max_tokens: int,
+        self, vocab_size: int, features: int, heads: int, layers: int, dropout: float, max_tokens: int
     ) -> None:
         super().__init__()
         self.features = features
@@ -40,8 +33,8 @@ class TranslationTransformer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         # Built by hand: nn.Transformer appends a last LayerNorm to both stacks, which the paper's post-norm layers
         # (a norm after every sub-layer, the last one included) do not have.
-        encoder_layer = nn.TransformerEncoderLayer(features, heads, feed_forward, dropout, batch_first=True)
-        decoder_layer = nn.TransformerDecoderLayer(features, heads, feed_forward, dropout, batch_first=True)
+        encoder_layer = nn.TransformerEncoderLayer(features, heads, 4 * features, dropout, batch_first=True)
+        decoder_layer = nn.TransformerDecoderLayer(features, heads, 4 * features, dropout, batch_first=True)
         self.transformer = nn.Transformer(
             d_model=features,
             nhead=heads,
@@ -102,4 +95,4 @@ def transformer_base(
     features = int(512 * width)
     if features < heads or features % (2 * heads):
         raise ValueError(f"width={width} makes D={features}, which {heads} heads of even size do not divide")
-    return TranslationTransformer(vocab_size, features, heads, 4 * features, layers, dropout, max_tokens)
+    return TranslationTransformer(vocab_size, features, heads, layers, dropout, max_tokens)

@@ -44,12 +44,11 @@ from retime.schedules.budget import BudgetError
 
 PARTS, CHECKPOINT, SAVE_ON_CPU = "parts", "checkpoint", "save_on_cpu"
 PEERS = (PARTS, CHECKPOINT, SAVE_ON_CPU)
-_COUNTS = (2, 4, 8, 16, 32)
 
 
 def part_sizes(samples: int) -> set[int]:
     """Samples at once, of a batch of so many in 2 to 32 equal parts."""
-    return {samples // count for count in _COUNTS if samples >= count}
+    return {samples // count for count in (2, 4, 8, 16, 32) if samples >= count}
 
 
 def saving(peer: str | None, device: torch.device = CPU) -> AbstractContextManager[object]:
@@ -61,9 +60,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
     """Have each block compute its forward pass again in the backward pass (Chen et al. 2016, `torch.utils.checkpoint`).
 
     Blocks are the members of lists of one class; a chain without any is cut into as many parts as each has layers.
-
-    Raises:
-        ValueError: neither.
+    ValueError if it is neither.
     """
     blocks = list(_blocks(model))
     if not blocks and isinstance(model, nn.Sequential):
@@ -85,19 +82,16 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
-_EVERYTHING = 2**60
-# The floor is asked for so often: another calibration may find a higher one.
-_TRIES = 4
-
 Batch = tuple[Tensor, Tensor]
 
 
 class Training:
     """A model, its optimizer and one batch; with a budget, the steps of a :class:`BudgetedStep`, or of vDNN."""
 
-    def __init__(self, request: dict[str, Any], batch: Batch) -> None:
-        self.batch, self.samples = batch, len(batch[0])
-        self.device = batch[0].device
+    def __init__(self, request: dict[str, Any]) -> None:
+        batch: Batch = torch.load(request["batch"], map_location=request["device"])
+        self.batch = batch = (batch[0].flip(0), batch[1].flip(0)) if request.get("reversed") else batch
+        self.samples, self.device = len(batch[0]), batch[0].device
         self._peer = request.get("peer")
         model = build_model(request["model"], self.device, request["seed"])
         self.model = checkpointed(model) if self._peer == CHECKPOINT else model
@@ -137,7 +131,7 @@ class Training:
             costs = calibrate(step, host)
         finally:
             host.close()
-        return search_plan(step, _EVERYTHING, memory=StepMemory(step, (self.samples,), costs, check=True))
+        return search_plan(step, 2**60, memory=StepMemory(step, (self.samples,), costs, check=True))
 
     def offload(self, rule: str, budget_bytes: int | None) -> None:
         """By vDNN's rule; inside a budget in sub-batches."""
@@ -192,14 +186,11 @@ class Server:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._training: Training | None = None
-        self._base = 0
-        self._planning_s = 0.0
 
     def plan(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return what a step needs without a limit, and the floor."""
         give_back_freed_memory()
-        training = Training(request, _batch(request))
+        training = Training(request)
         choice = training.plain_choice()
         return {
             "ideal_bytes": choice.peak_bytes + choice.spare_bytes,
@@ -224,7 +215,7 @@ class Server:
         if limit == "planning":
             plans = None
             _limit_data(data_bytes + budget + request["headroom_bytes"])
-        training = self._training = Training(request, _batch(request))
+        training = self._training = Training(request)
         started = time.perf_counter()
         budget = self._begin(training, request, plans)
         planning_s = time.perf_counter() - started if plans is None else self._planning_s
@@ -247,7 +238,7 @@ class Server:
         """
         plans = None
         for _ in range(2):  # taking a plan up again looks at other parts of the batch than making it does
-            training = Training(request, _batch(request))
+            training = Training(request)
             started = time.perf_counter()
             self._begin(training, request, plans)
             if plans is None:
@@ -281,7 +272,6 @@ class Server:
 
         A device's memory goes back after each turn, for those of other processes: a step that does not count takes it.
         """
-        assert self._training is not None
         streamed = has_streams(self._training.device)
         times = []
         for _ in range(request["steps"] + streamed):
@@ -296,7 +286,6 @@ class Server:
     def end(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write the weights; return what the process held and moved."""
         training = self._training
-        assert training is not None
         self._probe.stop()
         answer: dict[str, Any] = {
             "measured_bytes": self._probe.peaks()["batch"] - self._base,
@@ -327,7 +316,7 @@ class Server:
 
     def refuse(self, request: dict[str, Any]) -> dict[str, Any]:
         """Ask for a budget of `share` of the floor, then for the floor that the refusal names."""
-        training = Training(request, _batch(request))
+        training = Training(request)
         floor = training.floor_bytes()
         before = [parameter.detach().clone() for parameter in training.model.parameters()]
         training.inside = training.budgeted(int(request["share"] * floor))
@@ -349,14 +338,9 @@ class Server:
         }
 
 
-def _batch(request: dict[str, Any]) -> Batch:
-    batch: Batch = torch.load(request["batch"], map_location=request["device"])
-    return (batch[0].flip(0), batch[1].flip(0)) if request.get("reversed") else batch
-
-
 def _limit_to_floor(training: Training) -> int:
     budget = training.floor_bytes()
-    for _ in range(_TRIES):
+    for _ in range(4):  # another calibration may find a higher one
         try:
             training.limit(budget)
             return budget
@@ -385,7 +369,6 @@ _MESSAGE = re.compile(
     r"at least (?P<floor>\d+) bytes(?: \([^)]*\))? are needed"
     r"(?: at task '(?P<task>\w+)[^']*' of layer '(?P<layer>[^']*)')?\. (?P<hint>.*?) For batch size finders"
 )
-_HINT = re.compile(r"\b(would help|choose)\b")
 
 
 def check(message: str, training: Training) -> tuple[dict[str, bool], str]:
@@ -393,22 +376,18 @@ def check(message: str, training: Training) -> tuple[dict[str, bool], str]:
     match = _MESSAGE.search(message)
     if match is None:
         return dict.fromkeys((FLOOR, TASK, LAYER, HINT), False), "none was named"
-    at_floor = _train_in(int(match["floor"]), training)
+    at_floor = "trained"
+    try:
+        training.limit(int(match["floor"]))
+        training.step()
+    except BudgetError as error:
+        at_floor = str(error)
+    finally:
+        training.close()
     checks = {
         FLOOR: at_floor == "trained",
         TASK: hasattr(torch.ops.aten, match["task"] or ""),
         LAYER: match["layer"] in dict(training.model.named_modules()),
-        HINT: bool(_HINT.search(match["hint"])),
+        HINT: bool(re.search(r"\b(would help|choose)\b", match["hint"])),
     }
     return checks, at_floor
-
-
-def _train_in(budget_bytes: int, training: Training) -> str:
-    try:
-        training.limit(budget_bytes)
-        training.step()
-    except BudgetError as error:
-        return str(error)
-    finally:
-        training.close()
-    return "trained"

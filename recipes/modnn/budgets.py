@@ -1,9 +1,4 @@
-"""`modnn_budget_sweep`: real training inside budgets from 100 % of the ideal peak down to the floor.
-
-Processor memory is the device and a disk the host. Every budget has a process of its own in which the kernel refuses
-data bytes beyond it (RLIMIT_DATA); all processes of a network and one without a budget take turns, a block of steps
-each.
-"""
+"""`modnn_budget_sweep`: real training inside budgets from 100 % of the ideal peak down to the floor, side by side."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,33 +9,9 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, titled
+from retime.recipes.modnn import side_by_side as runs
 from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim, target
-from retime.recipes.modnn.side_by_side import (
-    BUDGET,
-    BY_HAND,
-    FLOOR,
-    IN_SUB_BATCHES,
-    MEASURED,
-    MEMORY,
-    MOVED,
-    POOL,
-    POOLED,
-    PREDICTED,
-    REVERSED,
-    STEP,
-    UNLIMITED,
-    VDNN_PLUS,
-    budgets_of,
-    differences,
-    needed_mib,
-    over_best_peers,
-    plans_and_failures,
-    prediction_error,
-    side_by_side,
-    slowdown,
-    slowdowns,
-    untrained,
-)
+from retime.recipes.modnn.side_by_side import BUDGET, FLOOR, MEASURED, MOVED, PREDICTED, STEP, budgets_of, slowdown
 
 
 class Budgets(NetworkRecipe):
@@ -60,38 +31,38 @@ class Budgets(NetworkRecipe):
         return len(settings.budgets) * (1 + len(settings.rules)) + 3 + len(settings.allocators)
 
     def references(self, point: Point) -> dict[str, str]:
-        return {"speed over unlimited": UNLIMITED, "speed over the pool": POOLED}
+        return {"speed over unlimited": runs.UNLIMITED, "speed over the pool": runs.POOLED}
 
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
-        return Measured(*side_by_side(settings, settings.cases[at["network"]], settings.budgets, tick))
+        return Measured(*runs.side_by_side(settings, settings.cases[at["network"]], settings.budgets, tick))
 
     def compare(self, result: Result) -> list[Comparison]:
-        lines = [*slowdowns(result.points)]
+        lines = [*runs.slowdowns(result.points)]
         for point in result.points:
             if "VGG" in point.at["network"]:
-                needed = [needed_mib(point, name) for name in budgets_of(point)]
+                needed = [runs.needed_mib(point, name) for name in budgets_of(point)]
                 ratio = spread([point.facts["ideal peak MiB"] / min(needed)]) if needed else None
                 remark = f"{point.at['network']}, batch {point.facts['batch size']}, trained"
                 lines.append(Comparison(target("smallest-budget"), ratio, remark))
         for point in result.points:
-            names, missing = budgets_of(point), untrained(point, point.settings["budgets"])
+            names, missing = budgets_of(point), runs.untrained(point, point.settings["budgets"])
             if names:
-                error, where = max((abs(prediction_error(point, name)), name) for name in names)
+                error, where = max((abs(runs.prediction_error(point, name)), name) for name in names)
                 note = f"{point.at['network']}, at {where}"
                 lines.append(Comparison(target("prediction-error"), spread([error]), note))
-            lines += [*_over_vdnn_plus(point), *over_best_peers(point)]
+            lines += [*_over_vdnn_plus(point), *runs.over_best_peers(point)]
             if point.settings["hardware"]["device"] == "cpu":  # elsewhere nothing limits memory
                 died = point.facts["out of memory"]
                 remark = ": ".join([point.at["network"], *([", ".join(died)] if died else [])])
                 lines.append(Comparison(target("out-of-memory"), spread([len(died)]), remark))
-            lines += differences([point], missing)
+            lines += runs.differences([point], missing)
         return lines
 
     def notes(self, result: Result) -> list[str]:
         lines = [
-            MEMORY,
-            POOL,
-            REVERSED,
+            runs.MEMORY,
+            runs.POOL,
+            runs.REVERSED,
             "vDNN+ is vDNN's rule executed for real, each storage back one ahead of its use, in the largest parts of "
             "the batch that fit the budget, with the same pool.",
             "By hand, with that pool too: the batch in 2 to 32 equal parts whose gradients add up, blocks under "
@@ -101,7 +72,9 @@ class Budgets(NetworkRecipe):
             "Weights differ: norm of the difference of all weights over their norm.",
             "The floor's budget is the floor that a refusal names, asked for until there is none.",
         ]
-        return [*lines, *(line for point in result.points for line in plans_and_failures(point, point.at["network"]))]
+        for point in result.points:
+            lines += runs.plans_and_failures(point, point.at["network"])
+        return lines
 
     def draw(self, result: Result, path: Path) -> None:
         drawing, panels = charts.panels(titled(result), 2, width=12.0, height=7.2)
@@ -125,15 +98,17 @@ class Budgets(NetworkRecipe):
                     ha="right" if lowest < 10 else "left",
                     va="top",
                 )
-            if pooled := slowdown(point, POOLED):
-                panels[0].plot([100], [pooled.median], "*", markersize=11, color=colour, label=f"{network}, {POOLED}")
+            if pooled := slowdown(point, runs.POOLED):
+                text = f"{network}, {runs.POOLED}"
+                panels[0].plot([100], [pooled.median], "*", markersize=11, color=colour, label=text)
             for rule, marker in (("all", ":x"), ("conv", ":+")):
-                theirs = [slowdown(point, VDNN_PLUS.format(rule, name)) for name in names]
+                theirs = [slowdown(point, runs.VDNN_PLUS.format(rule, name)) for name in names]
                 curve = {place: value.median for place, value in zip(shares, theirs, strict=True) if value is not None}
                 if curve:
                     text = f"{network}, vDNN+ ({rule})"
                     panels[0].plot([*curve], [*curve.values()], marker, color=colour, label=text)
-            for start, marker, text in ((IN_SUB_BATCHES, "--v", "in parts by hand"), (BY_HAND, "P", "others by hand")):
+            by_hand = ((runs.IN_SUB_BATCHES, "--v", "in parts by hand"), (runs.BY_HAND, "P", "others by hand"))
+            for start, marker, text in by_hand:
                 done = [name for name in point.variants(STEP) if name.startswith(start.format(""))]
                 peaks = [100 * point.values(name, MEASURED)[0] / point.facts["ideal peak MiB"] for name in done]
                 medians = [value.median for name in done if (value := slowdown(point, name))]
@@ -159,12 +134,12 @@ class Budgets(NetworkRecipe):
 def _over_vdnn_plus(point: Point) -> Iterator[Comparison]:
     """Speed over vDNN+ and bytes against it, over the budgets in which both trained."""
     for rule in point.settings.get("rules", []):
-        both = ((name, VDNN_PLUS.format(rule, name)) for name in budgets_of(point))
+        both = ((name, runs.VDNN_PLUS.format(rule, name)) for name in budgets_of(point))
         pairs = [(name, theirs) for name, theirs in both if point.has(theirs, STEP)]
         if not pairs:
             yield Comparison(claim("figure-12-all"), None, f"{point.at['network']}: no budget in which both trained")
             continue
-        where = f"{point.at['network']}, {VDNN_PLUS.format(rule, ', '.join(name for name, _ in pairs))}"
+        where = f"{point.at['network']}, {runs.VDNN_PLUS.format(rule, ', '.join(name for name, _ in pairs))}"
         ratios = [point.speedup(theirs, name, STEP).median for name, theirs in pairs]
         yield Comparison(claim("figure-12-all"), spread(ratios), where)
         ours, others = (sum(point.values(pair[side], MOVED)[0] for pair in pairs) for side in (0, 1))

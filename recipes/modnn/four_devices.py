@@ -32,17 +32,11 @@ from retime.schedules.modnn import (
 
 @dataclass(frozen=True)
 class Gradient:
-    """The weight gradients that one task completes: when they are there, and when their weights are used last.
+    """The weight gradients that one task completes: when they are there, and when their weights are used last."""
 
-    Args:
-        ready_ms: from the start of the round.
-        free_ms: the weights may be overwritten from then on (W of a layer: after its BP1).
-        bytes: of one device.
-    """
-
-    ready_ms: float
-    free_ms: float
-    bytes: int
+    ready_ms: float  # from the start of the round
+    free_ms: float  # the weights may be overwritten from then on (W of a layer: after its BP1)
+    bytes: int  # of one device
 
 
 @dataclass(frozen=True)
@@ -82,21 +76,35 @@ def overlapped_ms(gradients: list[Gradient], schedule: OffloadSchedule, host: Ho
     A gradient leaves all devices over the bus as soon as it is there and the bus free, the host sums it and updates the
     weights, which go back when no task needs the old ones. Copies of the schedule itself go first.
     """
-    out = _Lane(schedule, Direction.OFFLOAD)
-    back = _Lane(schedule, Direction.PREFETCH)
-    summed_ms = finished_ms = 0.0
+    out, back = (
+        sorted((copy.start_ms, copy.end_ms) for copy in schedule.copies if copy.direction is direction)
+        for direction in (Direction.OFFLOAD, Direction.PREFETCH)
+    )
+    arrived_ms = summed_ms = finished_ms = 0.0
     for gradient in gradients:
         bus_ms = host.devices * gradient.bytes / host.bus_bytes_per_ms
-        arrived_ms = out.after(gradient.ready_ms, bus_ms)
+        arrived_ms = _transferred_ms(out, max(arrived_ms, gradient.ready_ms), bus_ms)
         # the host reads a gradient of every device and the weights, and writes the weights
         summed_ms = max(summed_ms, arrived_ms) + (host.devices + 2) * gradient.bytes / host.sum_bytes_per_ms
-        finished_ms = max(finished_ms, back.after(max(summed_ms, gradient.free_ms), bus_ms))
+        finished_ms = _transferred_ms(back, max(finished_ms, summed_ms, gradient.free_ms), bus_ms)
     return max(backward_ms(schedule), finished_ms)
 
 
 def _overlapped_batch_ms(graph: TaskGraph, plan: BatchPlan, host: Host) -> float:
     last_ms = overlapped_ms(gradients(graph, plan.last), plan.last, host)
     return (plan.rounds - 1) * plan.round.finish_ms + last_ms
+
+
+def _transferred_ms(copies: list[tuple[float, float]], now_ms: float, left_ms: float) -> float:
+    """End of a transfer on the bus beside these copies; what it cannot do before a copy it goes on with after."""
+    for start_ms, end_ms in copies:
+        if end_ms <= now_ms:
+            continue
+        if start_ms - now_ms >= left_ms:
+            break
+        left_ms -= max(0.0, start_ms - now_ms)
+        now_ms = end_ms
+    return now_ms + left_ms
 
 
 def naive_ms(gradients: list[Gradient], host: Host, device_bytes_per_ms: float) -> float:
@@ -114,27 +122,6 @@ def backward_ms(schedule: OffloadSchedule) -> float:
         for span in schedule.spans
         if span.lane == COMPUTE and span.category != Phase.UPDATE.value
     )
-
-
-class _Lane:
-    """One direction of the bus, with the schedule's own copies in it."""
-
-    def __init__(self, schedule: OffloadSchedule, direction: Direction) -> None:
-        self._busy = sorted((copy.start_ms, copy.end_ms) for copy in schedule.copies if copy.direction is direction)
-        self._free_ms = 0.0
-
-    def after(self, ready_ms: float, duration_ms: float) -> float:
-        """End of a transfer that may start at `ready_ms`; what it cannot do before a copy it goes on with after."""
-        now_ms, left_ms = max(self._free_ms, ready_ms), duration_ms
-        for start_ms, end_ms in self._busy:
-            if end_ms <= now_ms:
-                continue
-            if start_ms - now_ms >= left_ms:
-                break
-            left_ms -= max(0.0, start_ms - now_ms)
-            now_ms = end_ms
-        self._free_ms = now_ms + left_ms
-        return self._free_ms
 
 
 FOUR_IDEAL, NAIVE, ONE = "ideal, naive", "moDNN, naive", "moDNN on one device with all memory"

@@ -36,38 +36,25 @@ _IN_PLACE = ("relu", "threshold_backward", "native_batch_norm", "native_batch_no
 
 @dataclass(frozen=True)
 class Network:
-    """One of the figure's networks.
+    """One of the figure's networks."""
 
-    Args:
-        name: as in the paper.
-        model: the block that builds it.
-        batch_size: samples of a batch.
-        optimizer: the block that builds its optimizer.
-        image_size: height and width of its images.
-        pixels: whether every pixel has a label.
-        tokens: length of its token sequences; 0 for images.
-        seed: of the weights, which have no values here.
-    """
-
-    name: str
-    model: dict[str, Any]
-    batch_size: int
-    optimizer: dict[str, Any]
-    image_size: int = 224
-    pixels: bool = False
-    tokens: int = 0
-    seed: int = 0
+    name: str  # as in the paper
+    model: dict[str, Any]  # the block that builds it
+    batch_size: int  # samples of a batch
+    optimizer: dict[str, Any]  # the block that builds its optimizer
+    image_size: int = 224  # height and width of its images
+    pixels: bool = False  # whether every pixel has a label
+    tokens: int = 0  # length of its token sequences; 0 for images
+    seed: int = 0  # of the weights, which have no values here
 
     def step(self, samples: int | None = None) -> TrainingStep:
         """A training step on so many samples, by default the whole batch."""
         samples = samples or self.batch_size
         with _META:
             model = build_model(self.model, _META, self.seed)
-            inputs, labels = self._batch(samples)
+            batch = self._batch(samples)
             optimizer = build_optimizer(self.optimizer, model.parameters(), {})
-        return TrainingStep(
-            model, (inputs, labels), samples, lambda batch: loss_of(model(batch[0]), batch[1]), [optimizer]
-        )
+        return TrainingStep(model, batch, samples, lambda given: loss_of(model(given[0]), given[1]), [optimizer])
 
     def _batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.tokens:
@@ -78,21 +65,13 @@ class Network:
         return images, torch.empty((samples, *place), dtype=torch.long)
 
     def graph(self, whole: StepProfile | None = None) -> TaskGraph:
-        """The step's task graph, sized by the profiles of two batch sizes and checked on a third.
-
-        Args:
-            whole: the profile of the whole batch, if there is one already.
-        """
+        """The step's task graph, sized by profiles of two batch sizes, checked on a third; `whole` is the batch's."""
         sizes = (2, max(3, self.batch_size // 2))
         return task_graph(whole or profile_step(self.step()), *(profile_step(self.step(size)) for size in sizes))
 
 
 def network_of(name: str, case: dict[str, Any], optimizer: dict[str, Any], seed: int) -> Network:
-    """A network from its entry in an experiment file.
-
-    Raises:
-        ValueError: the entry has keys that a network does not have, or lacks some.
-    """
+    """A network from its entry in an experiment file; ValueError if that has keys of no network, or lacks some."""
     try:
         return Network(name=name, **{"optimizer": optimizer, "seed": seed, **case})
     except TypeError as error:
@@ -161,13 +140,9 @@ def separate_gradients(graph: TaskGraph) -> TaskGraph:
         gradient = next(name for name in task.reads if kinds[name] is BlockKind.GRADIENT)
         parameters = [name for name in task.reads if kinds[name] is BlockKind.WEIGHT]
         inputs = [name for name in task.reads if name != gradient and name not in parameters]
-        tasks.append(_part(task, "BP2", (gradient, *inputs), weights))
-        tasks.append(_part(task, "BP1", (gradient, *parameters), outputs))
+        tasks.append(replace(task, name=f"{task.name} BP2", reads=(gradient, *inputs), writes=tuple(weights)))
+        tasks.append(replace(task, name=f"{task.name} BP1", reads=(gradient, *parameters), writes=tuple(outputs)))
     return TaskGraph(graph.blocks, tuple(tasks))
-
-
-def _part(task: GraphTask, which: str, reads: Iterable[str], writes: Iterable[str]) -> GraphTask:
-    return replace(task, name=f"{task.name} {which}", reads=tuple(reads), writes=tuple(writes))
 
 
 def plan_dry(request: dict[str, Any]) -> dict[str, Any]:
@@ -175,10 +150,7 @@ def plan_dry(request: dict[str, Any]) -> dict[str, Any]:
 
     The first time loads code that a process has once, which counts like all else that the process grows by. Where
     sub-batches are allowed and what operations need for themselves is found by running parts of the batch, which is no
-    part of this.
-
-    Args:
-        request: with a `network` as in an experiment file, `share` of the ideal peak, `seed`.
+    part of this. The request has a `network` as in an experiment file, `share` of the ideal peak, `seed`.
     """
     torch.set_num_threads(1)
     give_back_freed_memory()

@@ -29,8 +29,6 @@ from retime.recipes.core.results import Point, Result, Row, percent_more, titled
 from retime.recipes.modnn.settings import MemorySettings, NetworkRecipe, claim
 from retime.recipes.modnn.side_by_side import BUDGET, STEP, UNLIMITED, block_ms, budgets_of, side_by_side
 
-_EVERY_S = 0.05
-
 
 class NoMeterError(RuntimeError):
     """This machine has no meter of energy that can be read; the message says which was looked for."""
@@ -38,17 +36,11 @@ class NoMeterError(RuntimeError):
 
 @dataclass
 class Watch:
-    """Record of what a meter saw.
+    """Record of what a meter saw."""
 
-    Attributes:
-        joules: used meanwhile by all that the meter covers.
-        seconds: how long it was watched.
-        samples: power between two readings, in watts.
-    """
-
-    joules: float = 0.0
-    seconds: float = 0.0
-    samples: list[float] = field(default_factory=list)
+    joules: float = 0.0  # used meanwhile by all that the meter covers
+    seconds: float = 0.0  # how long it was watched
+    samples: list[float] = field(default_factory=list)  # power between two readings, in watts
 
     def add(self, seconds: float, joules: float, least_s: float = 0.0) -> None:
         """Add what was used since the reading before; of less than ``least_s`` no power is kept, it would be chance."""
@@ -66,40 +58,29 @@ class Watch:
         return max(self.samples, default=self.mean_watts)
 
 
+@dataclass(frozen=True)
 class EnergyMeter:
-    """Reads a counter of energy at the ends and every so often between them.
+    """Reads a counter of energy at the ends and every so often between them."""
 
-    Args:
-        read_joules: what was used since some moment; never falls.
-        source: what the counter covers, in words.
-        every_s: seconds between two readings.
-        clock: seconds.
-    """
-
-    def __init__(
-        self,
-        read_joules: Callable[[], float],
-        source: str,
-        every_s: float = _EVERY_S,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.source = source
-        self._read, self._every_s, self._clock = read_joules, every_s, clock
+    read_joules: Callable[[], float]  # used since some moment; never falls
+    source: str  # what the counter covers, in words
+    every_s: float = 0.05  # between two readings
+    clock: Callable[[], float] = time.perf_counter  # seconds
 
     @contextmanager
     def watching(self) -> Iterator[Watch]:
         """Watch what the block uses; the watch is complete when the block has ended."""
         watch, done = Watch(), threading.Event()
-        last = (self._clock(), self._read())
+        last = (self.clock(), self.read_joules())
 
         def take() -> None:
             nonlocal last
-            now = (self._clock(), self._read())
-            watch.add(now[0] - last[0], now[1] - last[1], self._every_s / 2)
+            now = (self.clock(), self.read_joules())
+            watch.add(now[0] - last[0], now[1] - last[1], self.every_s / 2)
             last = now
 
         def sample() -> None:
-            while not done.wait(self._every_s):
+            while not done.wait(self.every_s):
                 take()
 
         thread = threading.Thread(target=sample, name="retime-energy-meter", daemon=True)
@@ -115,11 +96,8 @@ class EnergyMeter:
 class RaplCounter:
     """Joules of all processor packages, from the kernel's powercap folder; counters that begin again are followed.
 
-    Args:
-        folder: its ``intel-rapl:N`` folders are packages; what is inside them (``intel-rapl:0:1``) is a part of one.
-
-    Raises:
-        NoMeterError: there is no package, or its counter may not be read.
+    Its ``intel-rapl:N`` folders are packages; what is inside them (``intel-rapl:0:1``) is a part of one. NoMeterError
+    if there is no package, or its counter may not be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -148,18 +126,11 @@ class RaplCounter:
 
 
 def find_meter(device: torch.device | str, powercap: Path) -> EnergyMeter:
-    """The meter of what computes on ``device``.
-
-    Raises:
-        NoMeterError: there is none.
-    """
+    """The meter of what computes on ``device``; NoMeterError if there is none."""
     device = torch.device(device)
-    if device.type == "cuda":
-        return _nvml_meter(device.index or 0)
-    return EnergyMeter(RaplCounter(powercap), "RAPL, all processor packages")
-
-
-def _nvml_meter(index: int) -> EnergyMeter:
+    if device.type != "cuda":
+        return EnergyMeter(RaplCounter(powercap), "RAPL, all processor packages")
+    index = device.index or 0
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -217,7 +188,6 @@ class Power(NetworkRecipe):
         for point in result.points:
             if NO_METER in point.facts:
                 lines.append(Comparison(claim("figure-15"), None, f"{point.at['network']}: {point.facts[NO_METER]}"))
-                continue
             for name in budgets_of(point):
                 added = percent_more(point, name, UNLIMITED, MEAN)
                 lines.append(Comparison(claim("figure-15"), added, f"{point.at['network']}, {name}"))

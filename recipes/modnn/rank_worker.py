@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.foundations.cpu_pool import FreedMemory, trim_heap
 from retime.foundations.measure import MemoryProbe
 from retime.foundations.streams import has_streams
+from retime.foundations.torch_private.distributed import GradBucket
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.memory_budget import (
     BudgetedDataParallelStep,
@@ -26,7 +27,7 @@ from retime.mechanisms.memory_budget import (
 )
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.cpuacc.naive import ONE_BUCKET_MB, RootUpdate
-from retime.recipes.modnn.budget_worker import resident_bytes
+from retime.recipes.modnn.budget_worker import Batch, resident_bytes
 from retime.schedules.budget import BudgetError, OffloadPlan
 
 ONE, WHOLE = "one process", "whole batches"
@@ -37,10 +38,6 @@ ON_HOST = "once a batch, on the host"
 """The paper's way: the host adds up while the last sub-batch runs."""
 PLANNED = (ONCE, NAIVE_ONCE, ON_HOST)
 """The ways inside a budget, by one plan where it holds in all of them."""
-_BUCKETS_MADE = 2
-"""DDP makes its buckets once more in its second step."""
-
-Batch = tuple[Tensor, Tensor]
 
 
 class Rank:
@@ -119,7 +116,7 @@ class Rank:
                     inside.run(lambda some: loss_of(model(some[0]), some[1]), part)
                 optimizer.step()
         if inside is not None:
-            if request["rank"] == 0 and inside.report().plans and not _plan_of(request):
+            if request["rank"] == 0 and inside.report().plans and not Path(request["plans"]).exists():
                 inside.save_plan(request["plans"])
             dist.barrier()
             inside.remove()
@@ -133,10 +130,10 @@ class Rank:
         """Steps inside the budget, by the saved plan as soon as there is one."""
         assert isinstance(model, DistributedDataParallel)
         host = parse_host(request["host"], self._device)
-        return BudgetedDataParallelStep(model, [optimizer], request["budget_bytes"], host, plan=_plan_of(request))
+        plan = request["plans"] if Path(request["plans"]).exists() else None
+        return BudgetedDataParallelStep(model, [optimizer], request["budget_bytes"], host, plan=plan)
 
     def _within_budget(self, request: dict[str, Any]) -> dict[str, Any]:
-        budget = request["budget_bytes"]
         self._inside = self._budgeted(request, self._model, self._optimizer)
         try:
             shape = self._inside.plan(self._loss, self._batch)
@@ -148,7 +145,7 @@ class Rank:
         return {
             "in_flight_bytes": shape.choice.in_flight_bytes,
             "predicted_bytes": shape.choice.peak_bytes,
-            "reserved_bytes": shape.choice.reserved_bytes(budget),
+            "reserved_bytes": shape.choice.reserved_bytes(request["budget_bytes"]),
         }
 
     def _take_up(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -162,11 +159,8 @@ class Rank:
         self._freed.hold(request["reserved_bytes"] + beside, there)
         return {}
 
-    def _reduce(
-        self,
-        state: None,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> torch.futures.Future[Tensor]:
+    def _reduce(self, state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The communication hook. torch asks for the annotations themselves, not for their names."""
         group = dist.group.WORLD
         assert group is not None
         self._reduced_bytes += bucket.buffer().nbytes
@@ -188,8 +182,8 @@ class Rank:
         if self._root is not None:
             self._root.broadcast_weights()
         self._steps += 1
-        if self._steps == _BUCKETS_MADE:
-            trim_heap()  # all ways alike: of what DDP's first buckets were
+        if self._steps == 2:  # in which DDP has made its buckets once more
+            trim_heap()  # all ways alike: of what its first buckets were
 
     def _reduce_each(self, plan: OffloadPlan) -> None:
         """The same sub-batches under plain DDP, which reduces all that was added up so far after each of them."""
@@ -236,11 +230,6 @@ class Rank:
             "reduced_bytes": self._reduced_bytes / max(1, self._steps),
             "measured_bytes": self._probe.peaks()["batch"] - self._base,
         }
-
-
-def _plan_of(request: dict[str, Any]) -> str | None:
-    """The file of the plan that all follow; None before it is made."""
-    return request["plans"] if Path(request["plans"]).exists() else None
 
 
 def _share(request: dict[str, Any], device: torch.device) -> Batch:

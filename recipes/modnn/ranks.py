@@ -90,7 +90,7 @@ class Ranks(NetworkRecipe):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
-        for point in _trained(result):
+        for point in (point for point in result.points if REFUSED not in point.facts):
             where = f"{point.at['network']} with {point.facts['ranks']} ranks on {point.facts['cores']} cores"
             budget = f"{where}, {point.at['budget']:g} %"
             if point.has(NAIVE, STEP):
@@ -134,7 +134,7 @@ class Ranks(NetworkRecipe):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        trained = _trained(result)
+        trained = [point for point in result.points if REFUSED not in point.facts]
         if not trained:
             reasons = [f"{_name(point)}: {point.facts[REFUSED]}" for point in result.points]
             charts.save(charts.only_text(result.title, reasons or ["nothing was measured"]), path)
@@ -188,10 +188,6 @@ def _peaks(point: Point, where: str) -> list[Comparison]:
 
 def _of_budget(point: Point, quantity: str) -> float:
     return point.values(ONCE, quantity)[0] / point.values(ONCE, BUDGET)[0]
-
-
-def _trained(result: Result) -> list[Point]:
-    return [point for point in result.points if REFUSED not in point.facts]
 
 
 def _together(ranks: list[Worker], requests: list[dict[str, Any]]) -> list[dict[str, Any]]:

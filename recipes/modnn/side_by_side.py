@@ -38,10 +38,8 @@ BY_HAND = "unlimited, by hand: {}"
 """That step with what users do in its place for memory, by `budget_worker.PEERS`."""
 OTHER_ALLOCATOR = "unlimited, {}"
 """The plain step in a process that was started with another allocator, by that one's label."""
-STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE, BUDGET = (
-    *("step", "predicted peak", "measured peak", "moved a step"),
-    *("weights differ", "budget"),
-)
+STEP, PREDICTED, MEASURED, MOVED = "step", "predicted peak", "measured peak", "moved a step"
+DIFFERENCE, BUDGET = "weights differ", "budget"
 VDNN_PLUS = "vDNN+ ({}), {}"
 """By its rule and the budget's name."""
 FAILURES = ("refused", "out of memory", "failed")
@@ -56,15 +54,10 @@ Block = Callable[[Worker, int, str, dict[str, Any]], float]
 
 
 class Network:
-    """A network, its optimizer and its batch, as all processes of a comparison get them.
+    """A network, its optimizer and its batch, as all processes of a comparison get them: each is told `request`.
 
-    Args:
-        settings: of the recipe.
-        case: model, batch_size, and what differs from the settings: data, optimizer, sub_batches.
-        folder: for the batch and for weights.
-
-    Attributes:
-        request: what every process is told.
+    A case has model, batch_size, and what differs from the settings: data, optimizer, sub_batches. The folder is for
+    the batch and for weights.
     """
 
     def __init__(self, settings: MemorySettings, case: dict[str, Any], folder: Path) -> None:
@@ -92,26 +85,17 @@ class Network:
         The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it;
         reserved are its tensors, with freed memory that is cached.
         """
-        answer: dict[str, Any] = answer_once(Server, {**self.request, "do": "plan"}, self.settings.timeout_s)
-        return answer
+        return dict(answer_once(Server, {**self.request, "do": "plan"}, self.settings.timeout_s))
 
     def process(self, budget: int | str | None, *, give_back: bool = True, **more: Any) -> Worker:
-        """A process that trains inside a budget of so many bytes, at the floor, or without a budget.
-
-        Raises:
-            WorkerError: the budget was refused, or planning failed; see `failure`.
-        """
+        """A process that trains inside a budget in bytes, at the floor or without; WorkerError, see `failure`."""
         limit = self.request["limit"] if isinstance(budget, int) else "training"
         train = {"do": "train", "budget_bytes": budget, "give_back": give_back, "limit": limit}
         environment = more.pop("environment", None)
         return Worker(Server, {**self.request, **train, **more}, self.settings.timeout_s, environment=environment)
 
     def trained(self, budget: int | str | None, **more: Any) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
-        """Train a block in a process of its own: milliseconds, and what it answered before and at the end.
-
-        Raises:
-            WorkerError: it did not train; see `failure`.
-        """
+        """Train a block in a process of its own: milliseconds, its answers before and at the end; or WorkerError."""
         with closed(self.process(budget, **more)) as worker:
             step_ms = worker.ask({"do": "block", "steps": self.settings.steps})["ms"]
             return step_ms, worker.ready, worker.ask({"do": "end", "weights": str(self.folder / "weights.pt")})
@@ -119,20 +103,11 @@ class Network:
 
 @contextmanager
 def network_for(settings: MemorySettings, case: dict[str, Any]) -> Iterator[Network]:
-    """The network with a folder of its own.
-
-    Raises:
-        ValueError: `limit` is neither training nor planning.
-    """
+    """The network with a folder of its own; ValueError if `limit` is neither training nor planning."""
     if settings.limit not in ("training", "planning"):
         raise ValueError(f"limit={settings.limit!r}: choose training (from the first step on) or planning (before it)")
     with tempfile.TemporaryDirectory(prefix="retime-modnn-") as folder:
         yield Network(settings, case, Path(folder))
-
-
-def no_failures() -> dict[str, dict[str, str]]:
-    """Facts for `FAILURES` to be filled in."""
-    return {kind: {} for kind in FAILURES}
 
 
 def failure(error: WorkerError) -> str:
@@ -143,19 +118,26 @@ def failure(error: WorkerError) -> str:
     return "out of memory" if any(sign in text for sign in _NO_MEMORY) else "failed"
 
 
+def block_ms(worker: Worker, steps: int, name: str, facts: dict[str, Any]) -> float:
+    """The median step of a block; 0 from the block on in which the process failed, and `facts` say how."""
+    if name in facts["out of memory"] or name in facts["failed"]:
+        return 0.0
+    try:
+        return spread(worker.ask({"do": "block", "steps": steps})["ms"]).median
+    except WorkerError as error:
+        facts[failure(error)][name] = str(error)
+        return 0.0
+
+
 def side_by_side(
-    settings: MemorySettings, case: dict[str, Any], budgets: list[Any], tick: Tick, block: Block | None = None
+    settings: MemorySettings, case: dict[str, Any], budgets: list[Any], tick: Tick, block: Block = block_ms
 ) -> tuple[list[Row], dict[str, Any]]:
     """Rows and facts of a network without a budget and inside each budget: percents of the ideal peak, or the floor.
 
     For each rule of `settings.rules` vDNN+ trains inside the budgets in percent too, and each of `settings.peers`
     without a budget; a case may have rules and peers of its own. `block` has a worker train some steps, and returns
-    milliseconds a step; see `block_ms`, which is the default.
-
-    Raises:
-        ValueError: an unknown peer.
+    milliseconds a step; see `block_ms`, which is the default. ValueError names an unknown peer.
     """
-    block = block or block_ms
     rules, peers = case.get("rules", settings.rules), case.get("peers", settings.peers)
     unknown = [peer for peer in peers if peer not in PEERS]
     if unknown:
@@ -170,11 +152,16 @@ def side_by_side(
             "floor MiB": round(floor / MIB, 2),
             "ideal over floor": round(ideal / floor, 2),
             "peak of the plain step MiB": round(plan["plain_peak_bytes"] / MIB, 2),
-            **no_failures(),
+            **{kind: {} for kind in FAILURES},
             "plans": {},
             "rules": {},
         }
-        others, facts["allocators that are not there"] = _other_allocators(settings)
+        missing = facts["allocators that are not there"] = dict[str, str]()
+        allocators = settings.allocators if settings.hardware.device == "cpu" else []
+        others: list[tuple[str, None, dict[str, Any]]] = [
+            (OTHER_ALLOCATOR.format(ALLOCATORS[name].label), None, {"environment": environment})
+            for name, environment in environments_of(allocators, settings.libraries, missing).items()
+        ]
         rows: list[Row] = []
         workers: dict[str, Worker] = {}
         with closing(workers):
@@ -187,7 +174,8 @@ def side_by_side(
                     continue
                 if budget is not None:
                     rows.append(Row(name, BUDGET, "MiB", [workers[name].ready["budget_bytes"] / MIB]))
-            sizes = _sub_batches(workers, network.batch_size) if settings.in_sub_batches else set()
+            cut = [worker.ready["sub_batch"] for worker in workers.values()] if settings.in_sub_batches else []
+            sizes = {*cut} - {None, network.batch_size}
             if PARTS in peers and not plan["stays_whole"]:
                 sizes |= part_sizes(network.batch_size)
             for size in sorted(sizes):
@@ -198,17 +186,6 @@ def side_by_side(
                 if all(kept):  # it lived through all of them
                     rows += [Row(name, STEP, "ms", kept), *_end(workers[name], name, network.folder, facts)]
     return rows, facts
-
-
-def block_ms(worker: Worker, steps: int, name: str, facts: dict[str, Any]) -> float:
-    """The median step of a block; 0 from the block on in which the process failed, and `facts` say how."""
-    if name in facts["out of memory"] or name in facts["failed"]:
-        return 0.0
-    try:
-        return spread(worker.ask({"do": "block", "steps": steps})["ms"]).median
-    except WorkerError as error:
-        facts[failure(error)][name] = str(error)
-        return 0.0
 
 
 def budget_name(budget: Any) -> str:
@@ -236,22 +213,6 @@ def _named(
             if budget != FLOOR
         ),
     ]
-
-
-def _sub_batches(workers: dict[str, Worker], samples: int) -> set[int]:
-    """The sizes of the plans' sub-batches, where they cut the batch."""
-    return {size for worker in workers.values() if (size := worker.ready["sub_batch"]) not in (None, samples)}
-
-
-def _other_allocators(settings: MemorySettings) -> tuple[list[tuple[str, None, dict[str, Any]]], dict[str, str]]:
-    """Processes without a budget by name, each with its environment; and allocators that are not there, why."""
-    missing: dict[str, str] = {}
-    names = settings.allocators if settings.hardware.device == "cpu" else []
-    there = environments_of(names, settings.libraries, missing)
-    return [
-        (OTHER_ALLOCATOR.format(ALLOCATORS[name].label), None, {"environment": environment})
-        for name, environment in there.items()
-    ], missing
 
 
 def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list[Row]:
@@ -382,29 +343,23 @@ def slowdowns(points: Sequence[Point]) -> Iterator[Comparison]:
     """A line a network for each of the two budgets with a wanted slowdown."""
     for name, wanted in (("50 %", target("slowdown-50")), ("25 %", target("slowdown-25"))):
         for point in points:
-            slower = slowdown(point, name)
-            yield Comparison(wanted, slower, f"{point.at['network']}{_over(point, name) or why_missing(point, name)}")
-
-
-def _over(point: Point, name: str) -> str:
-    """Text on the fastest step without a budget, and the ratio over the C library's own way; empty if unknown."""
-    plain = fastest_plain(point)
-    if plain is None or not point.has(name, STEP):
-        return ""
-    text = f", over {plain}"
-    if plain != UNLIMITED and point.has(UNLIMITED, STEP):
-        text += f"; {amount(point.speedup(name, UNLIMITED, STEP).median, 'x')} over {UNLIMITED}"
-    cut = IN_SUB_BATCHES.format(point.facts["plans"][name]["sub_batch"])
-    bound = slowdown(point, cut)
-    return text if bound is None else f"{text}; {cut}: {amount(bound.median, 'x')}"
+            slower, plain, text = slowdown(point, name), fastest_plain(point), point.at["network"]
+            if slower is None:
+                yield Comparison(wanted, None, f"{text}{why_missing(point, name)}")
+                continue
+            text += f", over {plain}"
+            if plain != UNLIMITED and point.has(UNLIMITED, STEP):
+                text += f"; {amount(point.speedup(name, UNLIMITED, STEP).median, 'x')} over {UNLIMITED}"
+            cut = IN_SUB_BATCHES.format(point.facts["plans"][name]["sub_batch"])
+            if bound := slowdown(point, cut):
+                text += f"; {cut}: {amount(bound.median, 'x')}"
+            yield Comparison(wanted, slower, text)
 
 
 def differences(points: Sequence[Point], missing: Sequence[str]) -> Iterator[Comparison]:
     """The largest difference of weights among runs that only offload, and among those in sub-batches.
 
-    Args:
-        points: of one line.
-        missing: runs that should be among them and are not; named, as nobody knows which of the two they would be.
+    Runs that are `missing` among them are named in both, as nobody knows which of the two they would be.
     """
     orders = {
         point.at["network"]: point.values(GIVING_BACK, DIFFERENCE)[0]

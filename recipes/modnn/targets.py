@@ -19,38 +19,11 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, amount
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row, titled
+from retime.recipes.modnn import side_by_side as runs
 from retime.recipes.modnn.budget_worker import Server
 from retime.recipes.modnn.networks import plan_dry
 from retime.recipes.modnn.settings import MemorySettings, claim, target
-from retime.recipes.modnn.side_by_side import (
-    BUDGET,
-    FLOOR,
-    GIVING_BACK,
-    IN_SUB_BATCHES,
-    MEASURED,
-    MEMORY,
-    MIB,
-    MOVED,
-    POOL,
-    PREDICTED,
-    REVERSED,
-    STEP,
-    budgets_of,
-    differences,
-    failure,
-    needed_mib,
-    network_for,
-    no_failures,
-    over_best_peers,
-    plans_and_failures,
-    prediction_error,
-    side_by_side,
-    slowdown,
-    slowdowns,
-    untrained,
-    why_missing,
-    with_missing,
-)
+from retime.recipes.modnn.side_by_side import BUDGET, FLOOR, GIVING_BACK, MEASURED, MIB, MOVED, PREDICTED, STEP
 
 OURS, VDNN = "moDNN, the budget of vDNN ({})", "vDNN ({})"
 PLANNING, FIRST, AGAIN = "profile and plan", "extra memory, first time", "extra memory, again"
@@ -65,21 +38,20 @@ Case = dict[str, Any]
 
 def training(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
     """Side by side without a budget and inside each of `budgets`."""
-    return Measured(*side_by_side(settings, case["network"], case["budgets"], tick))
+    return Measured(*runs.side_by_side(settings, case["network"], case["budgets"], tick))
 
 
 def smallest(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
     """The smallest budget in which a network trains, and its ideal peak; no rows if none near the floor does."""
-    with network_for(settings, case["network"]) as network:
+    with runs.network_for(settings, case["network"]) as network:
         plan = network.plan()
         tick("planned")
-        facts: dict[str, Any] = {"ideal peak MiB": plan["ideal_bytes"] / MIB, **no_failures()}
-        rows: list[Row] = []
+        facts: dict[str, Any] = {"ideal peak MiB": plan["ideal_bytes"] / MIB, **{kind: {} for kind in runs.FAILURES}}
         for share in _ABOVE_FLOOR:
             try:
                 step_ms, ready, end = network.trained(int(share * plan["floor_bytes"]))
             except WorkerError as error:
-                facts[failure(error)][f"{share:g} x the floor"] = str(error)
+                facts[runs.failure(error)][f"{share:g} x the floor"] = str(error)
                 continue
             rows = [
                 Row(FLOOR, BUDGET, "MiB", [ready["budget_bytes"] / MIB]),
@@ -87,9 +59,8 @@ def smallest(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
                 Row(FLOOR, PREDICTED, "MiB", [end["predicted_bytes"] / MIB]),
                 Row(FLOOR, MEASURED, "MiB", [end["measured_bytes"] / MIB]),
             ]
-            facts["plan"] = end["plan"]
-            break
-    return Measured(rows, facts)
+            return Measured(rows, {**facts, "plan": end["plan"]})
+    return Measured([], facts)
 
 
 def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
@@ -103,7 +74,7 @@ def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured
         name, share, place = draw.choice(case["networks"]), draw.choice(case["batches"]), draw.random()
         block = settings.networks[name]
         batch_size = max(2, round(share * block["batch_size"]))
-        with network_for(limited, {**block, "batch_size": batch_size}) as network:
+        with runs.network_for(limited, {**block, "batch_size": batch_size}) as network:
             if (name, batch_size) not in plans:
                 plans[name, batch_size] = network.plan()
             ideal, floor = (plans[name, batch_size][key] for key in ("ideal_bytes", "floor_bytes"))
@@ -113,7 +84,7 @@ def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured
             try:
                 _, _, end = network.trained(budget)
             except WorkerError as error:
-                outcomes[label] = f"{failure(error)}: {error}"
+                outcomes[label] = f"{runs.failure(error)}: {error}"
             else:
                 outcomes[label] = TRAINED
                 rows.append(Row(label, PREDICTED, "MiB", [end["predicted_bytes"] / MIB]))
@@ -125,7 +96,7 @@ def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured
 
 def refusal(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
     """A budget of `share` of the floor: what the refusal says, whether that is so, and what was trained before it."""
-    with network_for(settings, case["network"]) as network:
+    with runs.network_for(settings, case["network"]) as network:
         request = {**network.request, "do": "refuse", "share": case["share"]}
         return Measured([], answer_once(Server, request, settings.timeout_s))
 
@@ -133,8 +104,8 @@ def refusal(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
 def traffic(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
     """Bytes moved a step by vDNN's `rules`, and by a plan for the budget that each of them turned out to need."""
     rows: list[Row] = []
-    facts: dict[str, Any] = {**no_failures(), "plans": {}}
-    with network_for(settings, case["network"]) as network:
+    facts: dict[str, Any] = {**{kind: {} for kind in runs.FAILURES}, "plans": {}}
+    with runs.network_for(settings, case["network"]) as network:
         for rule in case["rules"]:
             name, ours = VDNN.format(rule), OURS.format(rule)
             budget: int | None = None
@@ -142,7 +113,7 @@ def traffic(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
                 try:
                     step_ms, _, end = network.trained(budget, **({"rule": rule} if label == name else {}))
                 except WorkerError as error:
-                    facts[failure(error)][label] = str(error)
+                    facts[runs.failure(error)][label] = str(error)
                     break
                 tick(label)
                 budget = end["measured_bytes"]
@@ -162,20 +133,18 @@ def planning(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
         **{"optimizer": network.pop("optimizer", settings.optimizer), "seed": settings.seed, "share": case["share"]},
         **{"sub_batches": network.pop("sub_batches", True), "network": network},
     }
-    rows: dict[str, list[float]] = {PLANNING: [], FIRST: [], AGAIN: []}
-    answer: dict[str, Any] = {}
+    answers = []
     for number in range(settings.rounds):
-        answer = answer_once(plan_dry, request, settings.timeout_s)
-        rows[PLANNING].append(answer.pop("seconds"))
-        rows[FIRST].append(answer.pop("first_bytes") / MIB)
-        rows[AGAIN].append(answer.pop("again_bytes") / MIB)
+        answers.append(answer_once(plan_dry, request, settings.timeout_s))
         tick(f"round {number + 1}")
     facts = {
-        **{"batch size": network["batch_size"], "plan": answer["plan"], "budget of the peak": case["share"]},
-        **{f"{key} GiB": answer[f"{key}_bytes"] / 2**30 for key in ("peak", "floor")},
+        **{"batch size": network["batch_size"], "plan": answers[-1]["plan"], "budget of the peak": case["share"]},
+        **{f"{key} GiB": answers[-1][f"{key}_bytes"] / 2**30 for key in ("peak", "floor")},
     }
-    units = {PLANNING: "s", FIRST: "MiB", AGAIN: "MiB"}
-    return Measured([Row("this machine", name, units[name], values) for name, values in rows.items()], facts)
+    rows = [Row("this machine", PLANNING, "s", [answer["seconds"] for answer in answers])]
+    for name, key in ((FIRST, "first_bytes"), (AGAIN, "again_bytes")):
+        rows.append(Row("this machine", name, "MiB", [answer[key] / MIB for answer in answers]))
+    return Measured(rows, facts)
 
 
 KINDS: dict[str, Callable[[MemorySettings, Case, Tick], Measured]] = {
@@ -231,29 +200,30 @@ class Targets(Recipe[MemorySettings]):
         kinds: dict[str, list[Point]] = {kind: [] for kind in KINDS}
         for point in result.points:
             kinds[point.facts["kind"]].append(point)
+        training = kinds["training"]
+        # an offload-only case is about weights
+        timed = [point for point in training if point.settings["case"].get("times") is not False]
+        missing = [run for point in training for run in runs.untrained(point, point.settings["case"]["budgets"])]
         return [
             *_prediction(kinds),
             *(line for point in kinds["random"] for line in _random(point)),
             *_within(kinds),
             *_refusals(kinds["refusal"]),
-            *slowdowns(_timed(kinds["training"])),
-            *(line for point in _timed(kinds["training"]) for line in over_best_peers(point)),
-            *_alone(kinds["training"]),
+            *runs.slowdowns(timed),
+            *(line for point in timed for line in runs.over_best_peers(point)),
+            *_alone(training),
             *_smallest(kinds["smallest"]),
             *_traffic(kinds["traffic"]),
             *_planning(kinds["planning"]),
-            *differences(
-                kinds["training"],
-                [run for point in kinds["training"] for run in untrained(point, point.settings["case"]["budgets"])],
-            ),
+            *runs.differences(training, missing),
         ]
 
     def notes(self, result: Result) -> list[str]:
         lines = [
-            f"{MEMORY} 'Limit from planning' means from before the model was built, when no plan is followed yet. A "
-            "run that was refused counts as not trained.",
-            f"{POOL} Slowdowns leave out a round of warm-up.",
-            REVERSED,
+            f"{runs.MEMORY} 'Limit from planning' means from before the model was built, when no plan is followed yet. "
+            "A run that was refused counts as not trained.",
+            f"{runs.POOL} Slowdowns leave out a round of warm-up.",
+            runs.REVERSED,
             "vDNN is its rule executed for real on this machine: the batch stays whole, and what all layers save, or "
             "what convolutions read, leaves and comes back one ahead of its use. Ours then gets as its budget what "
             "that run turned out to need.",
@@ -268,7 +238,7 @@ class Targets(Recipe[MemorySettings]):
         ]
         for point in result.points:
             network = point.at.get("network", "")
-            lines += plans_and_failures(point, ", ".join(filter(None, [point.at["case"], network])))
+            lines += runs.plans_and_failures(point, ", ".join(filter(None, [point.at["case"], network])))
             for label, outcome in point.facts.get("outcomes", {}).items():
                 if outcome != TRAINED:
                     lines.append(f"- {point.at['case']}, {label}: {outcome}")
@@ -291,8 +261,8 @@ class Targets(Recipe[MemorySettings]):
             colour = charts.COLOURS[index % len(charts.COLOURS)]
             face, above = (colour, 2) if filled else ("none", 3)
             peaks.plot(predicted, ratios, marker, color=colour, markerfacecolor=face, zorder=above)
-            shares = [name for name in budgets_of(point) if name != FLOOR]
-            slower = {float(name.rstrip(" %")): value for name in shares if (value := slowdown(point, name))}
+            shares = [name for name in runs.budgets_of(point) if name != FLOOR]
+            slower = {float(name.rstrip(" %")): value for name in shares if (value := runs.slowdown(point, name))}
             look: dict[str, Any] = {"line": True, "marker": marker, "filled": filled}
             charts.points_with_spread(times, list(slower), list(slower.values()), None, index, **look)
         peaks.axhspan(0.95, 1.05, color=charts.GREY, alpha=0.2, label="within 5 %")
@@ -303,22 +273,16 @@ class Targets(Recipe[MemorySettings]):
         times.set_xlabel("budget (% of the ideal peak)")
         times.set_ylabel("step time over the fastest unlimited")
         charts.even_line(times, "fastest unlimited")
-        labelled = [entry for axes in (peaks, times) for entry in axes.get_legend_handles_labels()[0]]
-        _legends(drawing, networks, cases, labelled)
+        # beside the charts: colours are networks, markers are cases
+        colours = [charts.colour_key(*pair) for pair in zip(networks, cycle(charts.COLOURS), strict=False)]
+        markers = [
+            charts.marker_key(name, marker, charts.COLOURS[_SEVERAL], filled=filled)
+            for name, (marker, filled) in zip(cases, cycle(_MARKERS), strict=False)
+        ]
+        others = [entry for axes in (peaks, times) for entry in axes.get_legend_handles_labels()[0]]
+        drawing.legend(handles=colours, title="network", fontsize=8, loc="outside right upper")
+        drawing.legend(handles=[*markers, *others], title="case", fontsize=8, loc="outside right lower")
         charts.save(drawing, path)
-
-
-def _legends(drawing: Any, networks: list[str], cases: list[str], others: list[Any]) -> None:
-    """Beside the charts: colours are networks, markers are cases."""
-    colours = [
-        charts.colour_key(name, charts.COLOURS[index % len(charts.COLOURS)]) for index, name in enumerate(networks)
-    ]
-    markers = [
-        charts.marker_key(name, marker, charts.COLOURS[_SEVERAL], filled=filled)
-        for name, (marker, filled) in zip(cases, cycle(_MARKERS), strict=False)
-    ]
-    drawing.legend(handles=colours, title="network", fontsize=8, loc="outside right upper")
-    drawing.legend(handles=[*markers, *others], title="case", fontsize=8, loc="outside right lower")
 
 
 def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
@@ -327,32 +291,34 @@ def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
     for network in dict.fromkeys(point.at["network"] for point in training):
         own = [point for point in training if point.at["network"] == network]
         errors = {
-            f"{name} ({point.at['case']})": prediction_error(point, name) for point in own for name in budgets_of(point)
+            f"{name} ({point.at['case']})": runs.prediction_error(point, name)
+            for point in own
+            for name in runs.budgets_of(point)
         }
-        missing = [run for point in own for run in untrained(point, point.settings["case"]["budgets"])]
+        missing = [run for point in own for run in runs.untrained(point, point.settings["case"]["budgets"])]
         yield _worst(errors, network, missing)
     plain = {
-        f"{point.at['network']} ({point.at['case']})": prediction_error(point, GIVING_BACK)
+        f"{point.at['network']} ({point.at['case']})": runs.prediction_error(point, GIVING_BACK)
         for point in training
         if point.has(GIVING_BACK, MEASURED)
     }
     if plain:
         yield _worst(plain, f"{GIVING_BACK}, no plan")
     for point in kinds["random"]:
-        errors = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
+        errors = {name: runs.prediction_error(point, name) for name in point.variants(PREDICTED)}
         good = sum(target("prediction-error").met(abs(error)) for error in errors.values())
         worst = sorted(errors.items(), key=lambda run: -abs(run[1]))[:1]
         wanted = amount(target("prediction-error").value, "%")
         yield _worst(dict(worst), f"{point.at['case']}, {good} of {len(errors)} that trained within {wanted}; most")
     for point in kinds["smallest"]:
-        errors = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
+        errors = {name: runs.prediction_error(point, name) for name in point.variants(PREDICTED)}
         yield _worst(errors, f"{point.at['network']} ({point.at['case']})", [] if errors else [FLOOR])
 
 
 def _worst(errors: dict[str, float], what: str, missing: Sequence[str] = ()) -> Comparison:
     listed = [f"{name} {amount(error, '%')}" for name, error in errors.items()]
     most = spread([max(abs(error) for error in errors.values())]) if errors else None
-    return Comparison(target("prediction-error"), most, f"{what}: {with_missing(listed, missing)}")
+    return Comparison(target("prediction-error"), most, f"{what}: {runs.with_missing(listed, missing)}")
 
 
 def _random(point: Point) -> Iterator[Comparison]:
@@ -401,20 +367,16 @@ def _refusals(points: list[Point]) -> Iterator[Comparison]:
     yield Comparison(target("refusals"), spread([100 * good / len(points)]), remark)
 
 
-def _timed(points: list[Point]) -> list[Point]:
-    """Points of cases that are about times: an offload-only case is about weights."""
-    return [point for point in points if point.settings["case"].get("times") is not False]
-
-
 def _alone(points: list[Point]) -> Iterator[Comparison]:
     """Figures 13 and 14: sub-batches of one sample, by hand, and offloading alone at its floor, over the plain step."""
     whole = [point for point in points if point.settings["case"].get("network", {}).get("sub_batches") is False]
-    for technique, name, those in (("sub-batches", IN_SUB_BATCHES.format(1), points), ("offloading", FLOOR, whole)):
-        runs = {point.at["network"]: point for point in those if point.has(name, STEP)}
-        if not runs:
+    cut = runs.IN_SUB_BATCHES.format(1)
+    for technique, name, those in (("sub-batches", cut, points), ("offloading", FLOOR, whole)):
+        alone = {point.at["network"]: point for point in those if point.has(name, STEP)}
+        if not alone:
             continue
-        smaller = {net: point.facts["ideal peak MiB"] / point.values(name, MEASURED)[0] for net, point in runs.items()}
-        slower = {net: value for net, point in runs.items() if (value := slowdown(point, name))}
+        smaller = {net: point.facts["ideal peak MiB"] / point.values(name, MEASURED)[0] for net, point in alone.items()}
+        slower = {net: value for net, point in alone.items() if (value := runs.slowdown(point, name))}
         average = [fmean(rounds) for rounds in zip(*(value.rounds for value in slower.values()), strict=True)]
         published = claim(f"figure-14-{technique}")
         added = [100 * (ratio - 1) if published.unit == "%" else ratio for ratio in average]
@@ -434,7 +396,7 @@ def _smallest(points: list[Point]) -> Iterator[Comparison]:
         budget, peak = (amount(point.values(FLOOR, quantity)[0], "MiB") for quantity in (BUDGET, MEASURED))
         yield Comparison(
             target("smallest-budget"),
-            spread([point.facts["ideal peak MiB"] / needed_mib(point, FLOOR)]),
+            spread([point.facts["ideal peak MiB"] / runs.needed_mib(point, FLOOR)]),
             f"{network}: trained in {budget}, of which it held {peak}; the larger counts; {point.facts['plan']}",
         )
 
@@ -446,7 +408,8 @@ def _traffic(points: list[Point]) -> Iterator[Comparison]:
             ours, theirs = OURS.format(rule), VDNN.format(rule)
             lacking = next((name for name in (theirs, ours) if not point.has(name, MOVED)), None)
             if lacking:
-                yield Comparison(target("moved-share"), None, f"{network}, {lacking}{why_missing(point, lacking)}")
+                why = runs.why_missing(point, lacking)
+                yield Comparison(target("moved-share"), None, f"{network}, {lacking}{why}")
                 continue
             (moved, most), (peak, budget) = (
                 [point.values(name, quantity)[0] for name in (ours, theirs)] for quantity in (MOVED, MEASURED)

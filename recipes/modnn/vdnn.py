@@ -65,8 +65,12 @@ class Vdnn:
         self._parts = balanced_parts(batch, sub_batch or self._samples)
         self._fixed = [*model.parameters(), *model.buffers()]
         part = self._parts[0]
-        saved, read = _saved_storages(model, loss, part, [*self._fixed, *tensors_in(part)])
-        wanted = frozenset(range(saved - 1)) if rule == ALL else read - {saved - 1}
+        reads, plan = _ConvolutionInputs(), OffloadPlan(len(part[0]))
+        keep = [*self._fixed, *tensors_in(part)]
+        with preserve_state(model), reads.watching(model), OffloadSavedTensors(plan, HostNull(), keep, observer=reads):
+            loss(part)
+        saved = len(reads.numbers)
+        wanted = frozenset(range(saved - 1)) if rule == ALL else frozenset(reads.read - {saved - 1})
         if not wanted:
             raise ValueError(f"vDNN's rule {rule!r} finds nothing to offload in {type(model).__name__}")
         self.plan = OffloadPlan(len(part[0]), wanted, prefetch=1, saved=saved)
@@ -96,16 +100,7 @@ class Vdnn:
 class VdnnPlus(Vdnn):
     """Vdnn with the largest sub-batches that fit; tensors come from the pool that plans of this project use.
 
-    Args:
-        model, loss, batch, host, rule: as for :class:`Vdnn`.
-        optimizer: its states count.
-        budget_bytes: for everything.
-
-    Attributes:
-        peak_bytes: predicted.
-
-    Raises:
-        BudgetError: nothing fits.
+    The budget is for everything, the optimizer's states too; `peak_bytes` is predicted. BudgetError if nothing fits.
     """
 
     def __init__(
@@ -152,19 +147,8 @@ class VdnnPlus(Vdnn):
         super().remove()
 
 
-def _saved_storages(
-    model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, keep: list[Tensor]
-) -> tuple[int, frozenset[int]]:
-    """Number of storages that a forward pass saves, and the numbers of those that are a convolution's input."""
-    reads = _ConvolutionInputs()
-    plan = OffloadPlan(len(batch[0]))
-    with preserve_state(model), reads.watching(model), OffloadSavedTensors(plan, HostNull(), keep, observer=reads):
-        loss(batch)
-    return len(reads.numbers), frozenset(reads.read)
-
-
 class _ConvolutionInputs:
-    """An observer of what is saved that notes which of it a convolution has as its input."""
+    """An observer that notes the numbers of saved storages, and of those that a convolution has as its input."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()

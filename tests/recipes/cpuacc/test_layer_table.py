@@ -1,6 +1,7 @@
 """`cpuacc_table4` in small, and which layer a sum belongs to."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -40,13 +41,21 @@ def test_it_measures_every_layer(tmp_path: Path) -> None:
     assert f"  - {exposure(point)}" in recipe.notes(result)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_passes_with_sums_and_without_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = Mock(**{"beside_ms.return_value": {quantity: [1.0] for quantity in QUANTITIES}})
-    for name, made in (("_batches", [None]), ("build_model", None), ("LayerTimes", times), ("tell", None)):
-        monkeypatch.setattr(worker, name, Mock(return_value=made))
-    answer = worker.layers({"model": {}, "seed": 0, "rounds": 2, "warmup_rounds": 0})
-    assert [name for name, *_ in times.method_calls] == ["alone_ms", "beside_ms", "beside_ms", "alone_ms", "close"]
+    calls = Mock(**{"of_pass.return_value": {quantity: [1.0] for quantity in QUANTITIES}})
+    calls.no_sync.side_effect = lambda: nullcontext()
+    monkeypatch.setattr(worker.DistributedDataParallel, "no_sync", lambda network: calls.no_sync())
+    monkeypatch.setattr(worker, "HostReducer", Mock())
+    monkeypatch.setattr(worker, "BucketReduction", lambda network, reducer: calls)
+    monkeypatch.setattr(worker, "of_pass", calls.of_pass)
+    model = {"_target_": "retime.recipes.models.mlp", "depth": 2, "width": 8}
+    data = {"_target_": "retime.recipes.data.synthetic_vectors", "features": 8, "classes": 8}
+    request = {"hardware": {"device": "cpu"}, "model": model, "data": data, "batch_size": 2, "seed": 0}
+    answer = worker.layers({**request, "rounds": 2, "warmup_rounds": 0})
+    assert [name for name, *_ in calls.method_calls] == ["no_sync", "of_pass", "of_pass", "no_sync", "close"]
     assert answer["ms"][ADD] == [[1.0], [1.0]]
+    assert [parameters for _, parameters in answer["layers"]] == [72, 72]
 
 
 def _sum(size: int, given: float, began: float, ended: float) -> TimedSum:
