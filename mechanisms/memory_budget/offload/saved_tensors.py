@@ -131,7 +131,7 @@ class OffloadSavedTensors:
             that the peak does not depend on the disk's mood.
         on_mismatch: called with the error when a pass that was watched to its end does not fit the plan; without it the
             error is raised at the end of the forward pass.
-        observer: is told what is saved and used, for a profile.
+        observer: is told what is saved and fetched, for a profile.
 
     Raises:
         HostError: when the host fails; see there.
