@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.cpu_pool import trim_heap
 from retime.foundations.ddp import RankAgreement
+from retime.foundations.messages import warn_no_effect
 from retime.foundations.patching import replaced_attributes
 from retime.foundations.storages import strided_bytes
 from retime.foundations.torch_private.distributed import COLLECTIVE_NAMESPACES, has_rebuilt_buckets, joins_uneven_inputs
@@ -27,7 +28,7 @@ from retime.foundations.torch_private.engine import TorchDispatchMode
 from retime.foundations.torch_private.nn_and_optim import BatchNormBase
 from retime.mechanisms.memory_budget.offload import HostTier
 from retime.mechanisms.memory_budget.planner import BudgetOptions, Step
-from retime.mechanisms.memory_budget.report import PlannedShape, warn_of_no_plan
+from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.step import BudgetedStep, ExecutionMode, NoLossError
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 
@@ -115,7 +116,8 @@ def gloo_bytes(gradient_bytes: int, cap_bytes: int, ranks: int) -> int:
         cap_bytes: DDP's ``bucket_cap_mb``, in bytes.
         ranks: that sum them.
     """
-    largest = max(_sizes(gradient_bytes, cap_bytes), default=0)
+    first = min(_FIRST_BUCKET_BYTES, cap_bytes)
+    largest = max(min(gradient_bytes, first), min(gradient_bytes - first, cap_bytes))  # about: they end at parameters
     return _THREADS * 2 * _piece_bytes(largest, ranks) if ranks > 1 else 0
 
 
@@ -144,15 +146,6 @@ class NewBuckets:
         if not self.are_rebuilt and has_rebuilt_buckets(self._model):
             self.are_rebuilt = True
             trim_heap()
-
-
-def _sizes(total: int, cap: int) -> Iterator[int]:
-    """Yield the buckets' sizes, about: they end at whole parameters."""
-    size = min(_FIRST_BUCKET_BYTES, cap)
-    while total > 0:
-        yield min(total, size)
-        total -= size
-        size = cap
 
 
 def _piece_bytes(nbytes: int, ranks: int) -> int:
@@ -342,7 +335,12 @@ class BudgetedDataParallelStep(BudgetedStep):
         try:
             return super().prepare(step, batch)
         except Exception as error:  # the next batch tells the others
-            warn_of_no_plan(error)
+            warn_no_effect(
+                "this batch computes something else than the planned batch, and has no plan on this rank. As the "
+                f"other ranks wait for its gradients, it runs whole, outside of its budget; training ends before the "
+                f"next: {error}",
+                every_rank=True,
+            )
             self._late = error
             return self._batches.prepare_whole(step, self._record(batch))
 

@@ -34,7 +34,13 @@ class OtherPlansError(ScheduleError):
 
 def state_of(made_for: Mapping[str, Any], shapes: Mapping[str, PlannedShape]) -> dict[str, Any]:
     """Plans by name, and what they were made for, in plain types; certificates and costs are left out."""
-    return {"version": VERSION, "made_for": dict(made_for), "plans": [_entry(*one) for one in shapes.items()]}
+    plans = [
+        {"shape": name, "samples": shape.samples, "plan": str(shape.choice.plan)}
+        | {field: getattr(shape.choice, field) for field in (*_BYTES, *_TIMES)}
+        | {"note": shape.note}
+        for name, shape in shapes.items()
+    ]
+    return {"version": VERSION, "made_for": dict(made_for), "plans": plans}
 
 
 def plans_in(state: object, made_for: Mapping[str, Any], source: str = EARLIER_RUN) -> dict[str, PlannedShape]:
@@ -62,11 +68,6 @@ def plans_in(state: object, made_for: Mapping[str, Any], source: str = EARLIER_R
         differences = (f"{name} {_shown(there[name])}, not {_shown(made_for[name])}" for name in other)
         raise OtherPlansError(f"made for {'; '.join(differences)}")
     return plans
-
-
-def _entry(name: str, shape: PlannedShape) -> dict[str, Any]:
-    numbers = {field: getattr(shape.choice, field) for field in (*_BYTES, *_TIMES)}
-    return {"shape": name, "samples": shape.samples, "plan": str(shape.choice.plan), **numbers, "note": shape.note}
 
 
 def _read(entry: object, source: str) -> tuple[str, PlannedShape]:
@@ -185,7 +186,13 @@ class GivenPlans:
         if samples > shape.samples:
             raise self._refusal(samples, f"its plan is for batches of {shape.samples}")
         if not dry:
-            return self._unexamined(shape, samples)
+            if shape.choice.plan.sub_batch < samples:
+                raise self._refusal(
+                    samples, "it splits batches, and with dry_run='off' nothing shows that this is allowed"
+                )
+            if shape.choice.peak_bytes + shape.choice.spare_bytes > self._planner.budget_bytes:
+                raise self._refusal(samples, "it needs more than the budget")
+            return shape
         examined = self._planner.of_saved(shape, step, batch, samples)
         if examined is None:
             raise self._refusal(
@@ -194,13 +201,6 @@ class GivenPlans:
                 "it did then or than the budget, or cannot be split",
             )
         return examined
-
-    def _unexamined(self, shape: PlannedShape, samples: int) -> PlannedShape:
-        if shape.choice.plan.sub_batch < samples:
-            raise self._refusal(samples, "it splits batches, and with dry_run='off' nothing shows that this is allowed")
-        if shape.choice.peak_bytes + shape.choice.spare_bytes > self._planner.budget_bytes:
-            raise self._refusal(samples, "it needs more than the budget")
-        return shape
 
     def _refusal(self, samples: int, problem: str) -> PlanFileError:
         return PlanFileError(f"plan={str(self._path)!r}, for a batch of {samples} samples: {problem}. {_ANOTHER}")

@@ -194,11 +194,10 @@ class StepPlanner:
             memory = StepMemory(dry, sizes, check=True, earlier=memory)
             stages.begin(_LEAST)
             least = least_costs(dry, self.host, memory.sub_batches[0], plain)
-            memory = memory.with_least(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
+            memory.find_floor_by(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
             memory.require(self.budget_bytes, self._fewer(certificate))
             stages.begin(_MEASURING if timed else _COUNTING)
-            costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
-            memory = memory.with_costs(costs)
+            memory.costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
             stages.begin(_SEARCHING)
 
             def tried_ms(choice: PlanChoice) -> float | None:
