@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retime.foundations.messages import warn_difference
 from retime.foundations.parts import loss_of, samples_in
 from retime.foundations.preserve_state import seed_all
-from retime.foundations.torch_private.engine import top_saved_tensors_hooks, tree_leaves
+from retime.foundations.torch_private.engine import top_saved_tensors_hooks, tree_leaves, tree_map
 from retime.foundations.weight_gradients import SplitBackward
 from retime.mechanisms.pipeline.calls import (
     HERE,
@@ -193,11 +193,14 @@ class EvaluationBroadcast(LayerHandler):
         return self._rank_of(layer) == self._rank
 
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
-        spec = self._spec(layer, None)
-        tensors = [one.empty(self._device) for one in spec.tensors]
-        for tensor in tensors:
+        def received(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorSpec):
+                return leaf
+            tensor = leaf.empty(self._device)
             broadcast(tensor, self._rank_of(layer), self._group)
-        return spec.with_tensors(tensors)
+            return tensor
+
+        return tree_map(received, self._spec(layer, None).value)
 
     def after(self, layer: int, output: Any) -> Any:
         self._spec(layer, output)
