@@ -61,18 +61,12 @@ def make_groups(pipeline: int, data: int, timeout: timedelta) -> tuple[Any, Any]
     Returns:
         The pipeline's, and the data parallel one, which is None if there is one pipeline.
     """
-    pipeline_group = data_group = None
-    for index in range(data):
-        ranks = list(range(index * pipeline, (index + 1) * pipeline))
-        group = dist.new_group(ranks, timeout=timeout)
-        if dist.get_rank() in ranks:
-            pipeline_group = group
-    for index in range(pipeline if data > 1 else 0):
-        ranks = list(range(index, pipeline * data, pipeline))
-        group = dist.new_group(ranks, timeout=timeout)
-        if dist.get_rank() in ranks:
-            data_group = group
-    return pipeline_group, data_group
+    pipelines = [list(range(first, first + pipeline)) for first in range(0, pipeline * data, pipeline)]
+    pipeline_group, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)  # type: ignore[no-untyped-call]
+    if data == 1:
+        return pipeline_group, None
+    alike = [list(range(first, pipeline * data, pipeline)) for first in range(pipeline)]
+    return pipeline_group, dist.new_subgroups_by_enumeration(alike, timeout=timeout)[0]  # type: ignore[no-untyped-call]
 
 
 def gathered(mine: Any, group: Any) -> list[Any] | None:
