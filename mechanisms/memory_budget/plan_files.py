@@ -26,6 +26,13 @@ EARLIER_RUN = "plan of an earlier run"
 _MOST, _LENGTH = 2**62, 120
 _BYTES = ("in_flight_bytes", "peak_bytes", "scratch_bytes", "spare_bytes", "tensor_bytes", "out_bytes", "in_bytes")
 _TIMES = ("step_ms", "plain_ms")
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a text": lambda value: type(value) is str,
+    "a whole number from 0 up": lambda value: type(value) is int and 0 <= value < _MOST,
+    "a number of milliseconds": lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST  # no nan is
+    ),
+}
 
 
 class OtherPlansError(ScheduleError):
@@ -71,17 +78,19 @@ def plans_in(state: object, made_for: Mapping[str, Any], source: str = EARLIER_R
 
 
 def _read(entry: object, source: str) -> tuple[str, PlannedShape]:
-    checks: dict[str, Callable[[str, object], Any]] = {
-        "shape": _text,
-        "samples": _count,
-        "plan": _text,
-        **dict.fromkeys(_BYTES, _count),
-        **dict.fromkeys(_TIMES, _time),
-        "note": _text,
+    text, count, time = _KINDS
+    kinds = {
+        "shape": text,
+        "samples": count,
+        "plan": text,
+        **dict.fromkeys(_BYTES, count),
+        **dict.fromkeys(_TIMES, time),
+        "note": text,
     }
-    fields = _fields(entry, "a plan", set(checks))
-    for name, check in checks.items():
-        check(name, fields[name])
+    fields = _fields(entry, "a plan", set(kinds))
+    for name, kind in kinds.items():
+        if not _KINDS[kind](fields[name]):
+            raise ScheduleError(f"{name} is {_shown(fields[name])}, not {kind}")
     plan = OffloadPlan.parse(fields["plan"])
     if not plan.sub_batch <= fields["samples"]:
         raise ScheduleError(f"sub-batches of {plan.sub_batch} samples of a batch of {fields['samples']}")
@@ -98,21 +107,6 @@ def _fields(value: object, what: str, names: set[str]) -> dict[str, Any]:
         odd = sorted(map(_shown, value.keys() ^ names))
         raise ScheduleError(f"{what} lacks these, or has them beside what it should have: {', '.join(odd)}")
     return value
-
-
-def _text(name: str, value: object) -> None:
-    if type(value) is not str:
-        raise ScheduleError(f"{name} is {_shown(value)}, not a text")
-
-
-def _count(name: str, value: object) -> None:
-    if type(value) is not int or not 0 <= value < _MOST:
-        raise ScheduleError(f"{name} is {_shown(value)}, not a whole number from 0 up")
-
-
-def _time(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < _MOST:  # no nan is
-        raise ScheduleError(f"{name} is {_shown(value)}, not a number of milliseconds")
 
 
 def _shown(value: object) -> str:

@@ -10,7 +10,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
@@ -59,20 +59,14 @@ def _group_limits() -> Iterator[int]:
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        for mounted, limit in _OLD if controllers else _UNIFIED:
-            yield from _limits_of(_ROOT / mounted, group, limit)
-
-
-def _limits_of(mounted: Path, group: str, name: str) -> Iterator[int]:
-    """Yield the limits of a control group and of those around it; a container sees its own as the outermost."""
-    inside = PurePosixPath(*(part for part in PurePosixPath(group).parts if part not in ("/", "..")))
-    for folder in (inside, *inside.parents):
-        try:
-            text = (mounted / folder / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():  # else "max"
-            yield int(text)
+        # A container sees its own group as the outermost.
+        inside = PurePosixPath(*(part for part in PurePosixPath(group).parts if part not in ("/", "..")))
+        for mounted, name in _OLD if controllers else _UNIFIED:
+            for folder in (inside, *inside.parents):
+                with suppress(OSError):
+                    text = (_ROOT / mounted / folder / name).read_text().strip()
+                    if text.isdigit():  # else "max"
+                        yield int(text)
 
 
 # A byte budget, as people write it.

@@ -334,7 +334,7 @@ class DryRun:
                 with tracer.layers.watch(), tracer:
                     outliving += self._forward_backward(tracer, plan, in_flight_bytes, compare, as_cut)
                     if update:
-                        tracer.begin(Phase.UPDATE)
+                        tracer.layers.phase = Phase.UPDATE
                         self._optimizers.update()
             except _WITHOUT_VALUES as error:
                 operations = tracer.trace.operations
@@ -403,7 +403,7 @@ class DryRun:
                 with tracer.inside():  # cutting is none of the step's operations
                     part = self._cut(first, min(first + size, step.samples))
                 tracer.add(part, BlockKind.INPUT)
-            tracer.begin(Phase.FORWARD)
+            tracer.layers.phase = Phase.FORWARD
             tracer.begin_pass()
             offload.keep = [*fixed, *tensors_in(part)]
             with offload:
@@ -420,7 +420,7 @@ class DryRun:
                     )
             loss = loss_in(output)
             del output, part_outputs
-            tracer.begin(Phase.BACKWARD)
+            tracer.layers.phase = Phase.BACKWARD
             loss.backward()  # type: ignore[no-untyped-call]
             del loss, part
             for parameter in self._optimizers.trained:

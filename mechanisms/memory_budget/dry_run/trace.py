@@ -252,7 +252,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         meter: is told when operations begin and end.
 
     Attributes:
-        layers: to be watched meanwhile.
+        layers: to be watched meanwhile, and told which part of the step runs.
     """
 
     def __init__(self, module: nn.Module, meter: Meter | None = None) -> None:
@@ -265,10 +265,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside_hook = 0
         self._running = False
         self._finished = False
-
-    def begin(self, phase: Phase) -> None:
-        """This part of the step runs from now on."""
-        self.layers.phase = phase
 
     # ---- storages
 

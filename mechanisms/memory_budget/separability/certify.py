@@ -251,7 +251,8 @@ def check_sizes(
     for size, run in zip(wanted, runs, strict=True):
         try:
             weightings = head_of((run, run.output), (few, few.output), values=False).weightings or (Weighting("mean"),)
-            reason = "" if set(weightings) == _weightings(certificate) else f"its loss is a {_together(weightings)}"
+            together = " and a ".join(map(str, weightings))
+            reason = "" if set(weightings) == _weightings(certificate) else f"its loss is a {together}"
         except NotUnderstoodError as error:
             reason = str(error)
         if reason:
@@ -265,10 +266,6 @@ def check_sizes(
 
 def _known_sizes(certificate: Certificate, sizes: Collection[int]) -> Certificate:
     return replace(certificate, sizes=certificate.sizes | set(sizes))
-
-
-def _together(weightings: Sequence[Weighting]) -> str:
-    return " and a ".join(map(str, weightings))
 
 
 _WHAT_TO_DO = (
@@ -448,7 +445,9 @@ class _Examiner:
                     concluded = _with_outputs(concluded, concluded.weighting, [*probes, noisy], self._heads)
         if not concluded.separable:
             return concluded
-        notes = [_RANDOM] if prober.random or any(_drops(module) for module in self._model.modules()) else []
+        recurrent = [one for one in self._model.modules() if isinstance(one, nn.RNNBase)]
+        drops = any(one.training and one.dropout > 0 for one in recurrent)
+        notes = [_RANDOM] if prober.random or drops else []
         hooked = [name for name, parameter in self._model.named_parameters() if tensor_hooks(parameter)]
         if hooked:
             notes.append(f"gradient hooks run once for each sub-batch: {_some(hooked)}")
@@ -586,10 +585,6 @@ def _why_not(probes: list[Probe], best: Verdict, given: bool, samples: int) -> s
         f"{text}, most in {_some(best.layers)}: samples influence one another, as in contrastive losses, or the step "
         "keeps a state between calls; offload only"
     )
-
-
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, nn.RNNBase) and module.training and module.dropout > 0
 
 
 def _some(names: Sequence[str], shown: int = 4) -> str:
