@@ -55,13 +55,13 @@ class MemoryLimit:
         """Freed memory is kept for the next tensors as far as there is room for it in ``nbytes``."""
         self.freed.hold(max(0, nbytes - self.hidden_bytes), self._between_steps(batch))
 
-    def needed_bytes(self, batch: Any) -> int | None:
+    def needed_bytes(self) -> int | None:
         """Bytes that are there between steps, and the most that tensors held beside since the first step began.
 
         None where it cannot be measured.
         """
         more = self.freed.peak_bytes()
-        return None if more is None else more + self.hidden_bytes + strided_bytes(self._between_steps(batch))
+        return None if more is None else more + self.hidden_bytes + strided_bytes(self._between_steps(()))
 
     def grown_bytes(self) -> int:
         """The most that the process has grown by so far, with the model that was there; 0 where it cannot be told."""
@@ -484,7 +484,7 @@ class BatchPlans:
         Raises:
             BudgetError: one held more than the budget.
         """
-        needed_bytes = self.memory.needed_bytes(()) if self._offloaded_first else None
+        needed_bytes = self.memory.needed_bytes() if self._offloaded_first else None
         waiting, self._offloaded_first = self._offloaded_first, []
         for first in waiting:
             record, plan = first.record, everything(first.record.samples)

@@ -341,22 +341,17 @@ class Restores:
         if record.uses_left <= 0:
             record.done_in = backward
             record.retained = None
-            self._settle_late(record)
+            if record.copy is not None:  # it may never have been waited for: now the source goes, or stays if it failed
+                try:
+                    record.copy.settle()
+                except HostError as error:
+                    self._in_flight.note(error)
         elif record.retained is not None:
             self._retained.append(weakref.ref(record))
             while len(self._retained) > _RETAINED_STORAGES:
                 oldest = self._retained.popleft()()
                 if oldest is not None and oldest is not record:
                     oldest.let_go()
-
-    def _settle_late(self, record: OffloadedStorage) -> None:
-        """Its copy may never have been waited for: the source goes now, or stays if the copy failed."""
-        if record.copy is None:
-            return
-        try:
-            record.copy.settle()
-        except HostError as error:
-            self._in_flight.note(error)
 
     def _prefetch(self, record: OffloadedStorage, backward: int) -> None:
         if self._order is None:
