@@ -258,7 +258,8 @@ class BudgetedDataParallelStep(BudgetedStep):
                 f"SyncBatchNorm takes its statistics over the batches of all ranks ({synced[0]}), so no part of one "
                 f"can stand alone: use batchnorm='offload', or BatchNorm with batchnorm={batchnorm!r}"
             )
-        if any(_communicates(optimizer) for optimizer in optimizers):
+        kinds = {kind.__name__ for optimizer in optimizers for kind in type(optimizer).__mro__}
+        if "ZeroRedundancyOptimizer" in kinds:  # by its name: importing torch's distributed optimizers takes long
             raise ValueError(
                 "ZeroRedundancyOptimizer's step communicates, so a rank cannot plan its memory alone: use the "
                 "optimizer itself"
@@ -306,7 +307,9 @@ class BudgetedDataParallelStep(BudgetedStep):
         if self._batches.stopped:
             self._begun(self._anew(guarded, batch))
             return self._way
-        self._make_room(batch)
+        reduction = self._planner.reduction_bytes
+        if self._new_buckets.since and self.hidden_bytes > reduction:
+            self._plans.hide(reduction, batch)  # buckets that were made while the pool was there are the pool's
         no_loss: list[NoLossError] = []
 
         def decide() -> ExecutionMode:
@@ -375,12 +378,6 @@ class BudgetedDataParallelStep(BudgetedStep):
                 "nobody: leave join() out, and give all ranks as many batches (DistributedSampler(drop_last=True))"
             )
 
-    def _make_room(self, batch: Any) -> None:
-        """Buckets that were made while the pool was there are the pool's."""
-        reduction_bytes = self._planner.reduction_bytes
-        if self._new_buckets.since and self.hidden_bytes > reduction_bytes:
-            self._plans.hide(reduction_bytes, batch)
-
     def _begun(self, parts: SubBatches) -> SubBatches:
         self._reduction.begin(parts.weights)
         return parts
@@ -404,11 +401,6 @@ class BudgetedDataParallelStep(BudgetedStep):
             raise
         self._watched = True
         return output
-
-
-def _communicates(optimizer: torch.optim.Optimizer) -> bool:
-    """Compare names: importing torch's distributed optimizers takes long, and warns."""
-    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
 def _why_whole(model: DistributedDataParallel, synced: list[str]) -> str:
