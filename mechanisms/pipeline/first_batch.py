@@ -183,6 +183,10 @@ class FirstBatch:
 
     def _costs(self, profile: LayerProfile) -> Costs:
         hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in profile.given), default=0))
+        by_layer = [set(layer.parameters()) for layer in self._layers.modules]
+        around = set(self._model.parameters()).difference(*by_layer)  # what is around them counts with the outermost
+        by_layer[0] |= around & profile.front
+        by_layer[-1] |= around & profile.behind
         costs: Costs = self._place.agreed(
             Costs(
                 tuple(profile.forward_ms),
@@ -192,18 +196,10 @@ class FirstBatch:
                 tuple(profile.output_gradient_ms),
                 tuple(profile.weight_gradient_ms),
                 message,
-                self._parameter_bytes(profile),
+                tuple(sum(map(nbytes, one)) for one in by_layer),
             )
         )
         return costs
-
-    def _parameter_bytes(self, profile: LayerProfile) -> tuple[int, ...]:
-        """Return the bytes by layer, with what is around the layers in the outermost."""
-        by_layer = [set(layer.parameters()) for layer in self._layers.modules]
-        around = set(self._model.parameters()).difference(*by_layer)
-        by_layer[0] |= around & profile.front
-        by_layer[-1] |= around & profile.behind
-        return tuple(sum(map(nbytes, one)) for one in by_layer)
 
     def _hop_ms(self, nbytes: int) -> tuple[float, float]:
         """Return the time of a message from rank 0 to rank 1, and what it takes of their processors."""

@@ -74,7 +74,12 @@ class HostMemory:
             buffer = self._cached.take(nbytes)
             if buffer is None:
                 self._cached.shrink(self._most - self._live - nbytes)
-                buffer = self._new(nbytes)
+                try:
+                    with without_dispatch_modes():
+                        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pins)
+                except RuntimeError as error:  # the C library, or CUDA, which locks the pages
+                    problem = f"{nbytes} more bytes beside {self._live} ({str(error).splitlines()[0]})"
+                    raise self._full(problem) from error
             self._live += nbytes
             self._most = max(self._most, self._live)
             with without_dispatch_modes():  # a storage may end in the middle of anything
@@ -91,13 +96,6 @@ class HostMemory:
         with self._lock:
             self._left.see_to()
             self._release_cached()
-
-    def _new(self, nbytes: int) -> Tensor:
-        try:
-            with without_dispatch_modes():
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pins)
-        except RuntimeError as error:  # the C library, or CUDA, which locks the pages
-            raise self._full(f"{nbytes} more bytes beside {self._live} ({str(error).splitlines()[0]})") from error
 
     def _release(self, copied: _Copied) -> None:
         """The next copy into the buffer runs on the same stream as all that still read it, so it may go at once."""
@@ -326,7 +324,10 @@ class HostDisk:
             self._check_open()
             nbytes += storages * self._extents.rounded(1)
             self._left.see_to()
-            self._shrink(max(nbytes, self._extents.trimmed()))
+            least = max(nbytes, self._extents.trimmed())
+            if least < self._reserved:
+                os.ftruncate(self._file.fileno(), least)
+                self._reserved = least
             self._reserve(nbytes)
 
     def store(self, source: torch.UntypedStorage) -> _DiskCopy:
@@ -365,12 +366,6 @@ class HostDisk:
     def _check_open(self) -> None:
         if self._closed:
             raise HostError(errno.EBADF, f"host={self.name!r} was closed: make a new one")
-
-    def _shrink(self, nbytes: int) -> None:
-        """Make the file no longer than that."""
-        if nbytes < self._reserved:
-            os.ftruncate(self._file.fileno(), nbytes)
-            self._reserved = nbytes
 
     def _reserve(self, nbytes: int) -> None:
         """Make the file at least that long, with blocks behind it."""

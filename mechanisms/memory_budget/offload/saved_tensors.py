@@ -200,9 +200,18 @@ class OffloadSavedTensors:
         nodes = next_sequence_number() - self._began
         self._steady &= self._nodes in (None, nodes)
         self._nodes = nodes
-        if whole:
-            self._tail = self._pass.tail
-            self._compare(self._pass.sizes)
+        if not whole:
+            return
+        self._tail, saved = self._pass.tail, len(self._pass.sizes)
+        if self.plan.saved in (0, saved):
+            return
+        self._counts.mismatches += 1
+        self._tail = None
+        mismatch = PlanMismatch(saved, self.plan.saved)
+        if self.on_mismatch is None:
+            self._pass.abandon()
+            raise mismatch
+        self.on_mismatch(mismatch)
 
     @property
     def _hooked(self) -> bool:
@@ -227,15 +236,3 @@ class OffloadSavedTensors:
     def report(self) -> OffloadReport:
         """Report of what was moved so far."""
         return replace(self._counts)
-
-    def _compare(self, sizes: Sequence[int]) -> None:
-        if self.plan.saved in (0, len(sizes)):
-            return
-        self._counts.mismatches += 1
-        self._tail = None
-        mismatch = PlanMismatch(len(sizes), self.plan.saved)
-        if self.on_mismatch is None:
-            assert self._pass is not None
-            self._pass.abandon()
-            raise mismatch
-        self.on_mismatch(mismatch)
