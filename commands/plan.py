@@ -81,7 +81,15 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         _print_floor(error)
         _print_bounds(job, samples)
         return 1
-    _print_plan(shape)
+    choice, moved = shape.choice, shape.choice.out_bytes + shape.choice.in_bytes
+    print(f"plan            {'none: the step fits' if shape.plain else choice.plan}")
+    print(f"predicted peak  {show_bytes(choice.peak_bytes)}")
+    if moved:
+        print(f"moved a step    {show_bytes(moved)}")
+    if shape.certificate is not None:
+        print(f"sub-batches     {shape.certificate}")
+    if shape.note:
+        print(f"note            {shape.note}")
     try:
         _print_floor(_floor_of(shape, job, options))
     except Exception as error:  # the plan stands, though the step does not run on a few samples
@@ -117,19 +125,6 @@ def _floor_of(shape: PlannedShape, job: Job, options: argparse.Namespace) -> Bud
     except BudgetError as refusal:
         return refusal
     raise AssertionError("a plan that needs no memory")
-
-
-def _print_plan(shape: PlannedShape) -> None:
-    choice = shape.choice
-    print(f"plan            {'none: the step fits' if shape.plain else choice.plan}")
-    print(f"predicted peak  {show_bytes(choice.peak_bytes)}")
-    moved = choice.out_bytes + choice.in_bytes
-    if moved:
-        print(f"moved a step    {show_bytes(moved)}")
-    if shape.certificate is not None:
-        print(f"sub-batches     {shape.certificate}")
-    if shape.note:
-        print(f"note            {shape.note}")
 
 
 def _print_floor(refusal: BudgetError) -> None:

@@ -57,16 +57,6 @@ class MemoryFloor:
         Args:
             fewer: how fewer samples at once could run, or why they cannot; None: the caller chooses sub-batch sizes.
         """
-        return BudgetError(
-            f"a budget of {sized(budget_bytes)} is below this step's floor",
-            floor_bytes=self.bytes,
-            task=f"{self.task.name} ({self.task.phase})",
-            layer=self.task.layer,
-            hint=self._hint(budget_bytes, fewer),
-            samples=self.sub_batch,
-        )
-
-    def _hint(self, budget_bytes: int, fewer: str | None) -> str:
         if fewer is None:
             fewer = f"The step runs {self.sub_batch} samples at once; smaller sub-batches, if allowed, would help"
         staying = (
@@ -79,7 +69,14 @@ class MemoryFloor:
             hints.append(fewer)
         samples = f"{self.sub_batch} samples" if self.sub_batch > 1 else "one sample"
         alone = f"That layer alone needs {sized(self.task.nbytes)} for {samples}: smaller samples would help"
-        return ". ".join([*(hints or [alone]), *filter(None, [self.no_offload[:1].upper() + self.no_offload[1:]])])
+        return BudgetError(
+            f"a budget of {sized(budget_bytes)} is below this step's floor",
+            floor_bytes=self.bytes,
+            task=f"{self.task.name} ({self.task.phase})",
+            layer=self.task.layer,
+            hint=". ".join([*(hints or [alone]), *filter(None, [self.no_offload[:1].upper() + self.no_offload[1:]])]),
+            samples=self.sub_batch,
+        )
 
 
 # What a step needs: dry runs of it, made when they are needed; small real runs on copies where it cannot be run dry.

@@ -333,7 +333,7 @@ class DryRun:
                     f"what it makes depends on values ({error})"
                 ) from error
             finally:
-                tracer.finish()
+                tracer.finished = True
                 del outliving
                 drop_gradients(self._optimizers.trained)
         return StepProfile(plan, self.step.samples, tracer.trace)

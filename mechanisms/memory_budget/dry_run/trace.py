@@ -253,6 +253,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         layers: to be watched meanwhile, and told which part of the step runs.
+        finished: to be set when the step has ended: what is there then outlives it.
     """
 
     def __init__(self, module: nn.Module, meter: Meter | None = None) -> None:
@@ -264,7 +265,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._inside_hook = 0
         self._running = False
-        self._finished = False
+        self.finished = False
 
     # ---- storages
 
@@ -320,12 +321,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.peak_bytes, self.trace.peak_at = self.current_bytes, self.now if born >= 0 else -1
         return entry
 
-    def finish(self) -> None:
-        """The step has ended: what is there now outlives it."""
-        self._finished = True
-
     def _gone(self, key: int, index: int, _: object) -> None:
-        if self._finished:
+        if self.finished:
             return
         if self._live.get(key, (-1,))[0] == index:
             del self._live[key]

@@ -386,14 +386,10 @@ class _Examiner:
         first, *others = [batch] if total == samples else split(batch, samples)
         self._batches = [first, *[part for part in others if samples_in(part, split) == samples][-1:]]
         self._ghosts, self._read_only = ghosts, read_only
+        self.unknown = False  # operations did not tell what the loss is of its samples
         self._zeros: list[str] = []
         self._heads: dict[str, Weighting] = {}  # of the scalars that the step returns, by place
         self._look: tuple[Head | None, str, tuple[bool | int | float | None, ...]] | None = None
-
-    @property
-    def unknown(self) -> bool:
-        """Return whether operations did not tell what the loss is of its samples."""
-        return self._look is not None and self._look[0] is None
 
     def examine_precisely(self, given: Weighting | None) -> Certificate | None:
         """Examine in float64; None where the step does not run in it."""
@@ -421,6 +417,7 @@ class _Examiner:
                 if not number or probe.full.tells:
                     probes.append(probe)
             head, why, reads = self._look = self._look or self._looked(prober)
+            self.unknown = head is None
             if given is not None:
                 candidates, why = [given], ""
             else:
