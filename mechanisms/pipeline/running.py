@@ -67,7 +67,6 @@ class TrainingCall(LayerHandler):
 
     Attributes:
         recomputes: the call whose backward pass runs, in which checkpoints run layers again.
-        first_layers: of each stage.
     """
 
     def __init__(
@@ -80,8 +79,7 @@ class TrainingCall(LayerHandler):
         writes: Container[int] = (),
     ) -> None:
         self._plan, self._rank, self._device, self._outputs, self._names = plan, rank, device, outputs, names
-        self.first_layers = [plan.layers_of(stage)[0] for stage in range(plan.stages)]
-        self._firsts = {layer: stage for stage, layer in enumerate(self.first_layers)}
+        self._firsts = {plan.layers_of(stage)[0]: stage for stage in range(plan.stages)}
         self._writes = writes
         self.recomputes: SuspendedCall | None = None
         self._mine = [plan.rank_of[stage] == rank for stage in plan.stage_of]
@@ -446,7 +444,7 @@ class RunningStep:
             yield
         finally:
             training.recomputes = None
-            call.received.pop(training.first_layers[stage], None)
+            call.received.pop(self._spread.plan.layers_of(stage)[0], None)
 
     def close(self) -> None:
         """End what is left of the calls."""

@@ -224,7 +224,8 @@ class Prober:
     def _run(self, batch: Any, names: Sequence[int]) -> Run:
         before = self._scratch.numbers()
         seed_all()  # for each part too: the noise of a sample depends on its name and on the draws before
-        batch = replaced_tensors(batch, self._copied)  # parts are views, and a step may write into its batch
+        # parts are views, and a step may write into its batch
+        batch = replaced_tensors(batch, lambda one: one.to(self._dtype if one.is_floating_point() else None, copy=True))
         parameters = self._scratch.parameters()
         try:
             output, gradients, watch = self._gradients(batch, names, parameters)
@@ -278,9 +279,6 @@ class Prober:
         for _, _, twin in parameters:
             twin.grad = None
         return gradients
-
-    def _copied(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype if tensor.is_floating_point() else None, copy=True)
 
 
 def _backward(loss: Tensor, targets: tuple[Tensor, ...], factor: float) -> tuple[Tensor | None, ...]:
