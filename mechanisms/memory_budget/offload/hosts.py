@@ -11,6 +11,7 @@ import weakref
 from bisect import insort
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -314,7 +315,13 @@ class HostDisk:
         self._reserved = 0
         self._live = 0
         self._closed = False
-        self._pool = _started()
+        # The thread runs already: where memory is short, one that starts later may never come up.
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="retime-host-disk", initializer=never_at_once)
+            self._pool.submit(threading.get_ident).result()
+        finally:
+            threading.stack_size(before)
 
     def takes(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -380,19 +387,15 @@ class HostDisk:
             else:
                 self._reserved = size
                 return
+        free = "free space unknown"
+        with suppress(OSError):
+            space = os.fstatvfs(self._file.fileno())
+            free = f"{space.f_bavail * space.f_frsize} bytes free"  # quotas and limits of a process may be tighter
         raise HostError(
             failure.errno,
             f"host={self.name!r} has no space for {nbytes - self._reserved} more bytes beside {self._reserved} "
-            f"({failure.strerror}; {self._free()}): {_MAKE_SPACE}",
+            f"({failure.strerror}; {free}): {_MAKE_SPACE}",
         ) from failure
-
-    def _free(self) -> str:
-        """Free space that the file system reports: quotas and limits of a process may be tighter."""
-        try:
-            space = os.fstatvfs(self._file.fileno())
-        except OSError:
-            return "free space unknown"
-        return f"{space.f_bavail * space.f_frsize} bytes free"
 
     def _give_back(self, place: _Place) -> None:
         with self._lock:
@@ -409,17 +412,6 @@ class _Place:
     offset: int
     nbytes: int
     taken: bool = True
-
-
-def _started() -> ThreadPoolExecutor:
-    """A thread that runs already, on a small stack: where memory is short, one that starts later may never come up."""
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        pool = ThreadPoolExecutor(1, thread_name_prefix="retime-host-disk", initializer=never_at_once)
-        pool.submit(threading.get_ident).result()
-    finally:
-        threading.stack_size(before)
-    return pool
 
 
 class _DiskCopy:
