@@ -234,7 +234,7 @@ class FirstBatch:
     ) -> PipelineState:
         """Run one micro-batch in stages on this rank alone: what a stage is sent, and which parameters it uses."""
         place = self._place
-        self._gates.handler = TrainingCall(plan, place.rank, place.device, profile.outputs, place.names, profile.writes)
+        self._gates.handler = TrainingCall(plan, place, profile.outputs, profile.writes)
         mine = [stage for stage, rank in enumerate(plan.rank_of) if rank == place.rank]
         positions: dict[int, list[int]] = {}
         edges: dict[int, list[Tensor]] = {}

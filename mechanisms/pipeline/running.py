@@ -72,13 +72,11 @@ class TrainingCall(LayerHandler):
     def __init__(
         self,
         plan: PipelinePlan,
-        rank: int,
-        device: torch.device,
+        place: RankInfo,
         outputs: Mapping[tuple[int, Shapes], ValueSpec],
-        names: Sequence[str],
-        writes: Container[int] = (),
+        writes: Container[int],
     ) -> None:
-        self._plan, self._rank, self._device, self._outputs, self._names = plan, rank, device, outputs, names
+        self._device, self._outputs, self._names, rank = place.device, outputs, place.names, place.rank
         self._firsts = {plan.layers_of(stage)[0]: stage for stage in range(plan.stages)}
         self._writes = writes
         self.recomputes: SuspendedCall | None = None
@@ -335,7 +333,7 @@ class PipelineState:
     @cached_property
     def training_call(self) -> TrainingCall:
         """The layers of training steps."""
-        return TrainingCall(self.plan, self.place.rank, self.place.device, self.outputs, self.place.names, self.writes)
+        return TrainingCall(self.plan, self.place, self.outputs, self.writes)
 
     def evaluation_broadcast(self, outputs: dict[tuple[int, Shapes], ValueSpec]) -> EvaluationBroadcast:
         """The layers of steps without gradients, by the kinds of what they return in evaluation or in training."""

@@ -191,27 +191,6 @@ def _places(chosen: Tensor | None) -> list[Tensor | None]:
     return [torch.zeros(chosen.numel() + 1, dtype=torch.int64, device=chosen.device)] * chosen.dim()
 
 
-def _dry_runs(
-    step: Callable[[Any], Any],
-    model: nn.Module,
-    batches: Sequence[tuple[Any, int | None]],
-    reads: Sequence[Any],
-    ghosts: Sequence[str],
-) -> list[RecordedRun]:
-    """Forward passes on fake tensors; nothing is left of them."""
-    mode = DryMode()
-    replacement = fake(mode)
-    parts = [(replacement.batch(batch), samples) for batch, samples in batches]
-    kind, runs = partial(_WithoutValues, reads), []
-    with mode.open(), stand_ins(model, replacement), torch.random.fork_rng(devices=[]):
-        outside, saved = ExternalTensors(replacement.stand_ins), preserve_state(model, step)
-        for part, samples in parts:
-            with saved, mode, outside.put_back_after():
-                fix_statistics(model, ghosts)
-                runs.append(record(lambda one: loss_of(step(one)).detach(), part, kind=kind, samples=samples))
-    return runs
-
-
 def check_sizes(
     step: Callable[[Any], Any],
     batch: Any,
@@ -240,15 +219,25 @@ def check_sizes(
     batches = [batch if size == total else split(batch, size)[0] for size in (certificate.samples, *wanted)]
     counts = [None if split is split_batch else size for size in (certificate.samples, *wanted)]
     ghosts = batch_statistics_layers(model) if ghost else []
+    kind, runs = partial(_WithoutValues, certificate.reads), list[RecordedRun]()
     try:
-        few, *runs = _dry_runs(step, model, list(zip(batches, counts, strict=True)), certificate.reads, ghosts)
+        mode = DryMode()
+        replacement = fake(mode)
+        parts = [replacement.batch(one) for one in batches]
+        with mode.open(), stand_ins(model, replacement), torch.random.fork_rng(devices=[]):
+            outside, saved = ExternalTensors(replacement.stand_ins), preserve_state(model, step)
+            for part, count in zip(parts, counts, strict=True):
+                with saved, mode, outside.put_back_after():
+                    fix_statistics(model, ghosts)
+                    runs.append(record(lambda one: loss_of(step(one)).detach(), part, kind=kind, samples=count))
     except Exception as error:  # whatever a step says to tensors without values
         reason = (
             f"whether the step does the same with {max(sizes)} samples as with {certificate.samples} is not known, as "
             f"the step does not run without values ({first_line(error)}); {_WHAT_TO_DO}"
         )
         return Certificate(None, reason, samples=certificate.samples)
-    for size, run in zip(wanted, runs, strict=True):
+    few, *larger = runs
+    for size, run in zip(wanted, larger, strict=True):
         try:
             weightings = head_of((run, run.output), (few, few.output), values=False).weightings or (Weighting("mean"),)
             together = " and a ".join(map(str, weightings))
