@@ -147,11 +147,6 @@ class TensorSpec:
         """Return what describes a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that its values take."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
     def empty(self, device: torch.device) -> Tensor:
         """Memory for one."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
