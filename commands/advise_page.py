@@ -213,16 +213,15 @@ def _table(whole: Whole) -> str:
 
 
 def _phases(spans: dict[str, list[Any]]) -> list[Span]:
-    """One step of each, in one chart: a lane a rank."""
+    """The step of median length of each, in one chart: a lane a rank."""
     return [
         Span(phase, f"{name}, rank {number}" if len(ranks) > 1 else name, start_ms, length_ms, phase)
         for name, ranks in spans.items()
         for number, rank in enumerate(ranks)
         if rank
-        for phase, start_ms, length_ms in _middle(rank)
+        for phase, start_ms, length_ms in sorted(rank, key=_length_ms)[len(rank) // 2]
     ]
 
 
-def _middle(steps: list[Any]) -> Any:
-    """The step of median length."""
-    return sorted(steps, key=lambda spans: max(start + length for _, start, length in spans))[len(steps) // 2]
+def _length_ms(step: list[Any]) -> float:
+    return max(start + length for _, start, length in step)

@@ -493,18 +493,16 @@ def _facts(model: nn.Module, batch: Any) -> dict[str, Any]:
     }
 
 
-def _layers(request: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of F, O and W of each layer, timed alone, and its gradient's bytes."""
-    torch.set_num_threads(request["threads"])
-    job = job_of(argparse.Namespace(**request["job"], accumulate=1), request["words"])
-    times = layer_times(Supervised(job), job.batch)
-    return {"layers": [(one.forward_ms, one.output_ms, one.weight_ms, one.bytes) for one in times]}
-
-
 def serve(request: dict[str, Any]) -> Any:
     """For :class:`Worker`."""
     try:
-        return _layers(request) if "layers" in request else _fit(request)
+        if "layers" not in request:
+            return _fit(request)
+        # milliseconds of F, O and W of each layer, timed alone, and its gradient's bytes
+        torch.set_num_threads(request["threads"])
+        job = job_of(argparse.Namespace(**request["job"], accumulate=1), request["words"])
+        times = layer_times(Supervised(job), job.batch)
+        return {"layers": [(one.forward_ms, one.output_ms, one.weight_ms, one.bytes) for one in times]}
     except Exception as error:  # whatever it was, it is the reason why this method does not apply
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         return {"error": one_line(error) or type(error).__name__, "missing": missing}

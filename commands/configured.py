@@ -48,9 +48,23 @@ def from_config(
 
 
 def _blocks(file: Path, overrides: Sequence[str], device: str) -> dict[str, Any]:
-    """The parts of a configuration that a plan needs; interpolations elsewhere in it may need a running Hydra."""
+    """The parts of a configuration that a plan needs; interpolations elsewhere in it may need a running Hydra.
+
+    Hydra puts it together: defaults, groups in the file's folder, overrides.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"--config {file}: there is no such file")
+    if file.suffix != ".yaml":
+        raise ValueError(f"--config {file}: Hydra reads files whose names end in .yaml")
+    register_all()
+    try:
+        with initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
+            composed = compose(file.stem, overrides=list(overrides))
+    except (HydraException, YAMLError) as error:
+        because = f": {error.__cause__}" if error.__cause__ else ""
+        raise ValueError(f"--config {file}: {error}{because}") from error
     hardware = {"name": "cuda" if device.startswith("cuda") else "cpu"}
-    settings = OmegaConf.merge({"hardware": hardware}, _composed(file, overrides))
+    settings = OmegaConf.merge({"hardware": hardware}, composed)
     blocks: dict[str, Any] = {}
     try:
         for key in _BLOCKS:
@@ -61,21 +75,6 @@ def _blocks(file: Path, overrides: Sequence[str], device: str) -> dict[str, Any]
         why = str(error).splitlines()[0]
         raise ValueError(f"--config {file}: {error.full_key}: {why}; write it there, or override it") from error
     return blocks
-
-
-def _composed(file: Path, overrides: Sequence[str]) -> Any:
-    """The configuration as Hydra puts it together: defaults, groups in the file's folder, overrides."""
-    if not file.is_file():
-        raise FileNotFoundError(f"--config {file}: there is no such file")
-    if file.suffix != ".yaml":
-        raise ValueError(f"--config {file}: Hydra reads files whose names end in .yaml")
-    register_all()
-    try:
-        with initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
-            return compose(file.stem, overrides=list(overrides))
-    except (HydraException, YAMLError) as error:
-        because = f": {error.__cause__}" if error.__cause__ else ""
-        raise ValueError(f"--config {file}: {error}{because}") from error
 
 
 def _need(file: Path, blocks: dict[str, Any], *keys: str) -> None:

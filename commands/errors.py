@@ -22,18 +22,11 @@ def check_folder(option: str, file: Path | None) -> None:
 
 def one_line(error: BaseException) -> str:
     """Line on what was wrong, and where if that was in code of the user's."""
-    text = " ".join(str(error).split())
-    place = _users_place(error)
-    return f"{place}: {type(error).__name__}: {text}" if place else text
-
-
-def _users_place(error: BaseException) -> str:
-    """The innermost line that belongs neither to this package nor to an installed one; "" if there is none."""
-    place = ""
+    text, place = " ".join(str(error).split()), ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         spec = frame.f_globals.get("__spec__")  # under `python -m` it has the name that __name__ hides
         file, module = frame.f_code.co_filename, str(getattr(spec, "name", None) or frame.f_globals.get("__name__"))
         installed = "site-packages" in file or file.startswith(("<", *sysconfig.get_paths().values()))
-        if not installed and not module.startswith("retime."):
+        if not installed and not module.startswith("retime."):  # the innermost counts
             place = f"{file}, line {line}, in {frame.f_code.co_name}"
-    return place
+    return f"{place}: {type(error).__name__}: {text}" if place else text

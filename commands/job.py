@@ -314,9 +314,13 @@ def _lightning_job(given: Given) -> Job:
         trainer.strategy.setup_optimizers(trainer)  # with their schedules, for a step that asks for them
     elif given.optimizer:
         trainer.optimizers = [given.optimizer(model.parameters())]
-    step, batch = _training_step(model), _transferred(given)
+    more = (0,) if is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2) else ()  # as a Trainer asks
+    for name in ("log", "log_dict"):  # there is no trainer to log to
+        model.__dict__[name] = lambda *_, **__: None
+    batch = _transferred(given)
     kept = is_overridden("optimizer_zero_grad", model)  # it may leave zeros
-    return Job(model, batch, step, trainer.optimizers, "kept" if kept else "freed after forward")
+    gradients: Gradients = "kept" if kept else "freed after forward"
+    return Job(model, batch, lambda part: model.training_step(part, *more), trainer.optimizers, gradients)
 
 
 @contextlib.contextmanager
@@ -331,10 +335,3 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _training_step(model: LightningModule) -> Callable[[Any], Any]:
-    more = (0,) if is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2) else ()  # as a Trainer asks
-    for name in ("log", "log_dict"):  # there is no trainer to log to
-        model.__dict__[name] = lambda *_, **__: None
-    return lambda batch: model.training_step(batch, *more)

@@ -32,7 +32,6 @@ is below the floor, 2 anything else went wrong.
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ import torch
 from retime.commands.errors import check_folder, progress
 from retime.commands.job import Job, add_job_options, job_of
 from retime.foundations.messages import show_bytes
-from retime.foundations.parts import BatchNormChoice, dry_part, samples_in
+from retime.foundations.parts import dry_part, samples_in
 from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import strided_bytes
 from retime.mechanisms.memory_budget import (
@@ -62,9 +61,6 @@ SUMMARY = "what a byte budget does to a training step, without training"
 _RANKS, _CAP_MIB, _MOST_MIB = 2, 25, 2**20
 """Of DDP: ranks, and its own bucket_cap_mb."""
 
-Ask = Callable[..., PlannedShape]
-"""For a plan inside so many bytes; says what it does, and saves the plan in a file if one is given."""
-
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Do what the command line asks for; 0: a plan, 1: the budget is below the floor."""
@@ -75,20 +71,27 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     job = job_of(options, words)
     if not job.optimizers:
         progress("no optimizer is known, so its states are not counted: give --optimizer")
-    ask = partial(_planned, job, options.host, options.batchnorm, _data_parallel(options, job))
     samples = samples_in(job.batch)
     device = next(job.model.parameters()).device
     print(f"budget          {show_bytes(budget)}, batch of {samples} on {device}", flush=True)
     try:
-        shape = ask(budget, save=options.save)
+        shape = _planned(job, options, budget)
     except BudgetError as error:
         print(f"refused         {error}")
         _print_floor(error)
         _print_bounds(job, samples)
         return 1
-    _print_plan(shape)
+    choice, moved = shape.choice, shape.choice.out_bytes + shape.choice.in_bytes
+    print(f"plan            {'none: the step fits' if shape.plain else choice.plan}")
+    print(f"predicted peak  {show_bytes(choice.peak_bytes)}")
+    if moved:
+        print(f"moved a step    {show_bytes(moved)}")
+    if shape.certificate is not None:
+        print(f"sub-batches     {shape.certificate}")
+    if shape.note:
+        print(f"note            {shape.note}")
     try:
-        _print_floor(_floor_of(shape, ask))
+        _print_floor(_floor_of(shape, job, options))
     except Exception as error:  # the plan stands, though the step does not run on a few samples
         print(f"floor           not known: {error}")
     _print_bounds(job, samples)
@@ -96,50 +99,32 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _planned(
-    job: Job,
-    host: str | None,
-    batchnorm: BatchNormChoice,
-    data_parallel: dict[str, Any],
-    budget_bytes: int,
-    say: Callable[[str], None] = progress,
-    save: Path | None = None,
+    job: Job, options: argparse.Namespace, budget_bytes: int, say: Callable[[str], None] = progress
 ) -> PlannedShape:
-    device = next(job.model.parameters()).device
-    how: dict[str, Any] = {"batchnorm": batchnorm, "gradients": job.gradients, "say": say, **data_parallel}
-    step = BudgetedStep(job.model, job.optimizers, budget_bytes, parse_host(host, device), **how)
+    host = parse_host(options.host, next(job.model.parameters()).device)
+    how: dict[str, Any] = {"batchnorm": options.batchnorm, "gradients": job.gradients, "say": say}
+    how |= _data_parallel(options, job)
+    step = BudgetedStep(job.model, job.optimizers, budget_bytes, host, **how)
     try:
         shape = step.plan(job.loss, job.batch)
-        if save is not None:
-            step.save_plan(save)
+        if options.save is not None:
+            step.save_plan(options.save)
         return shape
     finally:
         step.remove()
 
 
-def _floor_of(shape: PlannedShape, ask: Ask) -> BudgetError:
+def _floor_of(shape: PlannedShape, job: Job, options: argparse.Namespace) -> BudgetError:
     """Error that would refuse this step. A step that fits was not asked what it needs at least."""
     if shape.choice.floor is not None:
         return shape.choice.floor.refusal(0)
     progress("the step fits; searching for the smallest budget")
     lines = count()
     try:
-        ask(1, lambda text: progress(text) if next(lines) else None)  # the first tells the budget
+        _planned(job, options, 1, lambda text: progress(text) if next(lines) else None)  # the first tells the budget
     except BudgetError as refusal:
         return refusal
     raise AssertionError("a plan that needs no memory")
-
-
-def _print_plan(shape: PlannedShape) -> None:
-    choice = shape.choice
-    print(f"plan            {'none: the step fits' if shape.plain else choice.plan}")
-    print(f"predicted peak  {show_bytes(choice.peak_bytes)}")
-    moved = choice.out_bytes + choice.in_bytes
-    if moved:
-        print(f"moved a step    {show_bytes(moved)}")
-    if shape.certificate is not None:
-        print(f"sub-batches     {shape.certificate}")
-    if shape.note:
-        print(f"note            {shape.note}")
 
 
 def _print_floor(refusal: BudgetError) -> None:

@@ -401,7 +401,9 @@ def combined_scalar(values: Sequence[Any], weights: Sequence[float]) -> Any:
             return first
         return math.fsum(weight * float(value) for value, weight in terms)
     exact = whole and not first.is_floating_point()
-    total = torch.zeros((), dtype=torch.int64 if exact else _widest(first), device=first.device)
+    widest = torch.complex128 if first.is_complex() else torch.float64  # half precision would lose what a few parts add
+    widest = torch.float32 if first.device.type == "mps" else widest
+    total = torch.zeros((), dtype=torch.int64 if exact else widest, device=first.device)
     for value, weight in terms:
         total = total + (torch.as_tensor(value, device=first.device).detach().reshape(()) * (1 if exact else weight))
     return total.to(first.dtype if exact or first.is_floating_point() else torch.float32).reshape(first.shape)
@@ -436,13 +438,6 @@ def _is_scalar(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.dim() == 0 and leaf.dtype != torch.bool
     return isinstance(leaf, int | float) and not isinstance(leaf, bool)
-
-
-def _widest(tensor: Tensor) -> torch.dtype:
-    """Half precision would lose what a few parts add."""
-    if tensor.device.type == "mps":
-        return torch.float32
-    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 # BatchNorm under sub-batches: which layers need the whole batch, and what may be done about it.

@@ -223,10 +223,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._put(tensor, operation)
         return operation
 
-    def at_edge(self, tensor: Tensor) -> None:
-        """A layer has returned this tensor."""
-        self.operation_of(tensor).edge = True
-
     def is_mean(self, result: Tensor, inside: dict[str, Any]) -> None:
         """A loss of torch's gave this, however it is computed."""
         given = {key: self.operation_of(v) if isinstance(v, Tensor) else v for key, v in inside.items()}

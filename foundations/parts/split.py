@@ -58,11 +58,16 @@ def batch_size_of(batch: Any) -> int:
     """
     sizes: dict[str, int] = {}
     for path, leaf in leaves_of(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            _check_dense(leaf, path)
-            sizes[path] = leaf.shape[0]
+        if isinstance(leaf, PackedSequence):
+            raise ValueError(f"{path} is a PackedSequence, whose first dimension runs over samples and time: {_HOOK}")
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            if _holds_tensors(attributes_of(leaf), 0):  # which would go to every part whole
+                raise ValueError(f"{path} is a {type(leaf).__name__}, which holds tensors that cannot be cut: {_HOOK}")
+        elif leaf.is_nested or leaf.layout != torch.strided:
+            kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
+            raise ValueError(f"{path} is {kind}, which cannot be cut by its first dimension: {_HOOK}")
         else:
-            _check_opaque(leaf, path)
+            sizes[path] = leaf.shape[0]
     if not sizes:
         raise ValueError(f"no tensor with a batch dimension in a batch of type {type(batch).__name__}: {_HOOK}")
     path_of_size = {size: path for path, size in reversed(sizes.items()) if size != 1}
@@ -244,20 +249,6 @@ def _is_one_a_sample(value: Any, samples: int) -> bool:
 _NUMBERS = (int, float, complex, type(None))
 
 
-def _check_dense(tensor: Tensor, path: str) -> None:
-    if tensor.is_nested or tensor.layout != torch.strided:
-        kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
-        raise ValueError(f"{path} is {kind}, which cannot be cut by its first dimension: {_HOOK}")
-
-
-def _check_opaque(leaf: Any, path: str) -> None:
-    """An object whose tensors we cannot see would go to every part whole."""
-    if isinstance(leaf, PackedSequence):
-        raise ValueError(f"{path} is a PackedSequence, whose first dimension runs over samples and time: {_HOOK}")
-    if _holds_tensors(attributes_of(leaf), 0):
-        raise ValueError(f"{path} is a {type(leaf).__name__}, which holds tensors that cannot be cut: {_HOOK}")
-
-
 def _holds_tensors(value: Any, depth: int) -> bool:
     return any(
         isinstance(leaf, Tensor | PackedSequence) or (depth > 0 and _holds_tensors(attributes_of(leaf), depth - 1))
@@ -341,13 +332,10 @@ def name_of(key: tuple[Any, ...]) -> str:
 
 def sizes_of(batch: Any) -> tuple[int, ...]:
     """Bytes of each tensor, those in objects too; a sparse one has values and indices."""
-    return tuple(_bytes_of(tensor) for tensor in tensors_in(batch))
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    if tensor.layout == torch.sparse_coo:
-        return sparse_values(tensor).nbytes + sparse_indices(tensor).nbytes
-    return tensor.nbytes
+    return tuple(
+        sparse_values(one).nbytes + sparse_indices(one).nbytes if one.layout == torch.sparse_coo else one.nbytes
+        for one in tensors_in(batch)
+    )
 
 
 # Which part of a batch a dry run takes for a sub-batch.

@@ -310,18 +310,20 @@ def calibrate(
         times = [_best_ms(partial(run.untraced, None if fits else everything(run.step.samples))) for run in runs]
         resident = 0 if plain is None else plain.resident_bytes
         nbytes = min(_PROBE_BYTES, max(_SMALLEST_PROBE_BYTES, (budget_bytes - resident) // _PROBE_SHARE))
-        bandwidth = _bandwidth(host, device, nbytes)
-        if fits:
+        out, back, hidden = _bandwidth(host, device, nbytes)
+        if fits:  # a buffer that is copied alone stays in a cache, so a step's copies may be slower
             copying_ms = _best_ms(partial(runs[1].untraced, everything(high))) - times[1]
-            bandwidth = bandwidth.no_faster_than(copying_ms, last.saved_bytes)
+            alone_ms = last.saved_bytes / out + last.saved_bytes / back
+            slower = max(1.0, copying_ms / alone_ms) if alone_ms else 1.0
+            out, back = out / slower, back / slower
     holes = rest_between(first, last, low, high)
     ms = Size.through(low, times[0], high, max(times))
     return StepCosts(
         fixed_ms=max(0.0, ms.fixed),
         sample_ms=ms.sample,
-        out_bytes_per_ms=bandwidth.out,
-        in_bytes_per_ms=bandwidth.back,
-        hidden=bandwidth.hidden,
+        out_bytes_per_ms=out,
+        in_bytes_per_ms=back,
+        hidden=hidden,
         operations=operations,
         scratch_bytes=holes.fixed,
         scratch_sample_bytes=holes.sample,
@@ -361,22 +363,8 @@ def _best_ms(work: Callable[[], object]) -> float:
     return min(times)
 
 
-@dataclass(frozen=True)
-class _Bandwidth:
+def _bandwidth(host: HostTier, device: torch.device, nbytes: int) -> tuple[float, float, float]:
     """Bytes a millisecond out and back, and the share of a copy's time in which computation goes on."""
-
-    out: float
-    back: float
-    hidden: float
-
-    def no_faster_than(self, copying_ms: float, nbytes: int) -> _Bandwidth:
-        """Bandwidth of a step that moved so many bytes out and back; a buffer that is copied alone stays in a cache."""
-        alone_ms = nbytes / self.out + nbytes / self.back
-        slower = max(1.0, copying_ms / alone_ms) if alone_ms else 1.0
-        return _Bandwidth(self.out / slower, self.back / slower, self.hidden)
-
-
-def _bandwidth(host: HostTier, device: torch.device, nbytes: int) -> _Bandwidth:
     source = torch.ones(nbytes, dtype=torch.uint8, device=device).untyped_storage()
     target = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
@@ -407,25 +395,20 @@ def _bandwidth(host: HostTier, device: torch.device, nbytes: int) -> _Bandwidth:
 
     alone_ms = _best_ms(compute)
 
-    def both() -> int:
-        copies = [host.store(source) for _ in range(4)]
-        until = time.perf_counter() + 4 * out_ms / 1e3
-        rounds = 0
-        while time.perf_counter() < until:
-            compute()
-            rounds += 1
-        for copy in copies:
-            copy.settle()
-            copy.free()
-        return rounds
-
-    begin = time.perf_counter()
-    rounds = both()
+    begin, rounds = time.perf_counter(), 0
+    copies = [host.store(source) for _ in range(4)]
+    until = time.perf_counter() + 4 * out_ms / 1e3
+    while time.perf_counter() < until:
+        compute()
+        rounds += 1
+    for copy in copies:
+        copy.settle()
+        copy.free()
     total_ms = (time.perf_counter() - begin) * 1e3
     kept.free()
     done_ms = rounds * alone_ms
     hidden = min(1.0, max(0.0, (done_ms + 4 * out_ms - total_ms) / (4 * out_ms)))
-    return _Bandwidth(nbytes / max(out_ms, 1e-6), nbytes / max(back_ms, 1e-6), hidden)
+    return nbytes / max(out_ms, 1e-6), nbytes / max(back_ms, 1e-6), hidden
 
 
 # What the floor's plan needs beside its tensors, measured on samples that no budget has a part in choosing.

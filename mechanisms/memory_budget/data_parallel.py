@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.cpu_pool import trim_heap
 from retime.foundations.ddp import RankAgreement
+from retime.foundations.messages import warn_no_effect
 from retime.foundations.patching import replaced_attributes
 from retime.foundations.storages import strided_bytes
 from retime.foundations.torch_private.distributed import COLLECTIVE_NAMESPACES, has_rebuilt_buckets, joins_uneven_inputs
@@ -27,7 +28,7 @@ from retime.foundations.torch_private.engine import TorchDispatchMode
 from retime.foundations.torch_private.nn_and_optim import BatchNormBase
 from retime.mechanisms.memory_budget.offload import HostTier
 from retime.mechanisms.memory_budget.planner import BudgetOptions, Step
-from retime.mechanisms.memory_budget.report import PlannedShape, warn_of_no_plan
+from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.step import BudgetedStep, ExecutionMode, NoLossError
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 
@@ -115,7 +116,8 @@ def gloo_bytes(gradient_bytes: int, cap_bytes: int, ranks: int) -> int:
         cap_bytes: DDP's ``bucket_cap_mb``, in bytes.
         ranks: that sum them.
     """
-    largest = max(_sizes(gradient_bytes, cap_bytes), default=0)
+    first = min(_FIRST_BUCKET_BYTES, cap_bytes)
+    largest = max(min(gradient_bytes, first), min(gradient_bytes - first, cap_bytes))  # about: they end at parameters
     return _THREADS * 2 * _piece_bytes(largest, ranks) if ranks > 1 else 0
 
 
@@ -144,15 +146,6 @@ class NewBuckets:
         if not self.are_rebuilt and has_rebuilt_buckets(self._model):
             self.are_rebuilt = True
             trim_heap()
-
-
-def _sizes(total: int, cap: int) -> Iterator[int]:
-    """Yield the buckets' sizes, about: they end at whole parameters."""
-    size = min(_FIRST_BUCKET_BYTES, cap)
-    while total > 0:
-        yield min(total, size)
-        total -= size
-        size = cap
 
 
 def _piece_bytes(nbytes: int, ranks: int) -> int:
@@ -265,7 +258,8 @@ class BudgetedDataParallelStep(BudgetedStep):
                 f"SyncBatchNorm takes its statistics over the batches of all ranks ({synced[0]}), so no part of one "
                 f"can stand alone: use batchnorm='offload', or BatchNorm with batchnorm={batchnorm!r}"
             )
-        if any(_communicates(optimizer) for optimizer in optimizers):
+        kinds = {kind.__name__ for optimizer in optimizers for kind in type(optimizer).__mro__}
+        if "ZeroRedundancyOptimizer" in kinds:  # by its name: importing torch's distributed optimizers takes long
             raise ValueError(
                 "ZeroRedundancyOptimizer's step communicates, so a rank cannot plan its memory alone: use the "
                 "optimizer itself"
@@ -313,7 +307,9 @@ class BudgetedDataParallelStep(BudgetedStep):
         if self._batches.stopped:
             self._begun(self._anew(guarded, batch))
             return self._way
-        self._make_room(batch)
+        reduction = self._planner.reduction_bytes
+        if self._new_buckets.since and self.hidden_bytes > reduction:
+            self._plans.hide(reduction, batch)  # buckets that were made while the pool was there are the pool's
         no_loss: list[NoLossError] = []
 
         def decide() -> ExecutionMode:
@@ -342,7 +338,12 @@ class BudgetedDataParallelStep(BudgetedStep):
         try:
             return super().prepare(step, batch)
         except Exception as error:  # the next batch tells the others
-            warn_of_no_plan(error)
+            warn_no_effect(
+                "this batch computes something else than the planned batch, and has no plan on this rank. As the "
+                f"other ranks wait for its gradients, it runs whole, outside of its budget; training ends before the "
+                f"next: {error}",
+                every_rank=True,
+            )
             self._late = error
             return self._batches.prepare_whole(step, self._record(batch))
 
@@ -377,12 +378,6 @@ class BudgetedDataParallelStep(BudgetedStep):
                 "nobody: leave join() out, and give all ranks as many batches (DistributedSampler(drop_last=True))"
             )
 
-    def _make_room(self, batch: Any) -> None:
-        """Buckets that were made while the pool was there are the pool's."""
-        reduction_bytes = self._planner.reduction_bytes
-        if self._new_buckets.since and self.hidden_bytes > reduction_bytes:
-            self._plans.hide(reduction_bytes, batch)
-
     def _begun(self, parts: SubBatches) -> SubBatches:
         self._reduction.begin(parts.weights)
         return parts
@@ -406,11 +401,6 @@ class BudgetedDataParallelStep(BudgetedStep):
             raise
         self._watched = True
         return output
-
-
-def _communicates(optimizer: torch.optim.Optimizer) -> bool:
-    """Compare names: importing torch's distributed optimizers takes long, and warns."""
-    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
 def _why_whole(model: DistributedDataParallel, synced: list[str]) -> str:

@@ -26,6 +26,13 @@ EARLIER_RUN = "plan of an earlier run"
 _MOST, _LENGTH = 2**62, 120
 _BYTES = ("in_flight_bytes", "peak_bytes", "scratch_bytes", "spare_bytes", "tensor_bytes", "out_bytes", "in_bytes")
 _TIMES = ("step_ms", "plain_ms")
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a text": lambda value: type(value) is str,
+    "a whole number from 0 up": lambda value: type(value) is int and 0 <= value < _MOST,
+    "a number of milliseconds": lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST  # no nan is
+    ),
+}
 
 
 class OtherPlansError(ScheduleError):
@@ -34,7 +41,13 @@ class OtherPlansError(ScheduleError):
 
 def state_of(made_for: Mapping[str, Any], shapes: Mapping[str, PlannedShape]) -> dict[str, Any]:
     """Plans by name, and what they were made for, in plain types; certificates and costs are left out."""
-    return {"version": VERSION, "made_for": dict(made_for), "plans": [_entry(*one) for one in shapes.items()]}
+    plans = [
+        {"shape": name, "samples": shape.samples, "plan": str(shape.choice.plan)}
+        | {field: getattr(shape.choice, field) for field in (*_BYTES, *_TIMES)}
+        | {"note": shape.note}
+        for name, shape in shapes.items()
+    ]
+    return {"version": VERSION, "made_for": dict(made_for), "plans": plans}
 
 
 def plans_in(state: object, made_for: Mapping[str, Any], source: str = EARLIER_RUN) -> dict[str, PlannedShape]:
@@ -64,23 +77,20 @@ def plans_in(state: object, made_for: Mapping[str, Any], source: str = EARLIER_R
     return plans
 
 
-def _entry(name: str, shape: PlannedShape) -> dict[str, Any]:
-    numbers = {field: getattr(shape.choice, field) for field in (*_BYTES, *_TIMES)}
-    return {"shape": name, "samples": shape.samples, "plan": str(shape.choice.plan), **numbers, "note": shape.note}
-
-
 def _read(entry: object, source: str) -> tuple[str, PlannedShape]:
-    checks: dict[str, Callable[[str, object], Any]] = {
-        "shape": _text,
-        "samples": _count,
-        "plan": _text,
-        **dict.fromkeys(_BYTES, _count),
-        **dict.fromkeys(_TIMES, _time),
-        "note": _text,
+    text, count, time = _KINDS
+    kinds = {
+        "shape": text,
+        "samples": count,
+        "plan": text,
+        **dict.fromkeys(_BYTES, count),
+        **dict.fromkeys(_TIMES, time),
+        "note": text,
     }
-    fields = _fields(entry, "a plan", set(checks))
-    for name, check in checks.items():
-        check(name, fields[name])
+    fields = _fields(entry, "a plan", set(kinds))
+    for name, kind in kinds.items():
+        if not _KINDS[kind](fields[name]):
+            raise ScheduleError(f"{name} is {_shown(fields[name])}, not {kind}")
     plan = OffloadPlan.parse(fields["plan"])
     if not plan.sub_batch <= fields["samples"]:
         raise ScheduleError(f"sub-batches of {plan.sub_batch} samples of a batch of {fields['samples']}")
@@ -97,21 +107,6 @@ def _fields(value: object, what: str, names: set[str]) -> dict[str, Any]:
         odd = sorted(map(_shown, value.keys() ^ names))
         raise ScheduleError(f"{what} lacks these, or has them beside what it should have: {', '.join(odd)}")
     return value
-
-
-def _text(name: str, value: object) -> None:
-    if type(value) is not str:
-        raise ScheduleError(f"{name} is {_shown(value)}, not a text")
-
-
-def _count(name: str, value: object) -> None:
-    if type(value) is not int or not 0 <= value < _MOST:
-        raise ScheduleError(f"{name} is {_shown(value)}, not a whole number from 0 up")
-
-
-def _time(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < _MOST:  # no nan is
-        raise ScheduleError(f"{name} is {_shown(value)}, not a number of milliseconds")
 
 
 def _shown(value: object) -> str:
@@ -185,7 +180,13 @@ class GivenPlans:
         if samples > shape.samples:
             raise self._refusal(samples, f"its plan is for batches of {shape.samples}")
         if not dry:
-            return self._unexamined(shape, samples)
+            if shape.choice.plan.sub_batch < samples:
+                raise self._refusal(
+                    samples, "it splits batches, and with dry_run='off' nothing shows that this is allowed"
+                )
+            if shape.choice.peak_bytes + shape.choice.spare_bytes > self._planner.budget_bytes:
+                raise self._refusal(samples, "it needs more than the budget")
+            return shape
         examined = self._planner.of_saved(shape, step, batch, samples)
         if examined is None:
             raise self._refusal(
@@ -194,13 +195,6 @@ class GivenPlans:
                 "it did then or than the budget, or cannot be split",
             )
         return examined
-
-    def _unexamined(self, shape: PlannedShape, samples: int) -> PlannedShape:
-        if shape.choice.plan.sub_batch < samples:
-            raise self._refusal(samples, "it splits batches, and with dry_run='off' nothing shows that this is allowed")
-        if shape.choice.peak_bytes + shape.choice.spare_bytes > self._planner.budget_bytes:
-            raise self._refusal(samples, "it needs more than the budget")
-        return shape
 
     def _refusal(self, samples: int, problem: str) -> PlanFileError:
         return PlanFileError(f"plan={str(self._path)!r}, for a batch of {samples} samples: {problem}. {_ANOTHER}")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequ
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -183,8 +182,7 @@ class StepPlanner:
         stages = PlanningStages(self.options.say, probed=probes, timed=timed)
         certificate = None
         if self.options.sub_batches and samples > 1:
-            begin = partial(stages.begin, PROBING)
-            certificate = self.certify(step, batch, samples=probed, plain=plain, begin=begin)
+            certificate = self.certify(step, batch, samples=probed, plain=plain, say=stages.begin)
         separable = certificate is not None and certificate.separable
         with saved:
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
@@ -194,11 +192,10 @@ class StepPlanner:
             memory = StepMemory(dry, sizes, check=True, earlier=memory)
             stages.begin(_LEAST)
             least = least_costs(dry, self.host, memory.sub_batches[0], plain)
-            memory = memory.with_least(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
+            memory.find_floor_by(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
             memory.require(self.budget_bytes, self._fewer(certificate))
             stages.begin(_MEASURING if timed else _COUNTING)
-            costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
-            memory = memory.with_costs(costs)
+            memory.costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
             stages.begin(_SEARCHING)
 
             def tried_ms(choice: PlanChoice) -> float | None:
@@ -244,12 +241,12 @@ class StepPlanner:
         among: Certificate | None = None,
         samples: int = _PROBED[1],
         plain: StepProfile | None = None,
-        begin: Callable[[], None] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> Certificate:
-        """Probe with so many samples whether sub-batches give the same gradients; ``begin`` tells that it runs."""
+        """Probe with so many samples whether sub-batches give the same gradients; ``say`` tells that it runs."""
         if self.whole_because:
             return Certificate(None, self.whole_because)
-        (begin or partial(self.options.say, PROBING))()
+        (say or self.options.say)(PROBING)
         with self.trying_out(), preserve_state(self.model, step):
             return certify(
                 step,
@@ -376,20 +373,15 @@ class FirstSteps:
         plan = OffloadPlan(samples)
         if self._options.dry_run == "off":
             plan = everything(samples)
-        elif not (may_stop and self._roomy(key, batch)):
+        elif not (
+            may_stop
+            and key not in self._too_large
+            and not any(map(is_lazy, self._model.parameters()))
+            and not any(map(is_compiled, self._model.modules()))  # what these make cannot be counted
+            and _ROOMY * self._standing_bytes(batch) <= self._budget_bytes
+        ):
             return None
         return PlannedShape(samples, PlanChoice(plan))
-
-    def _roomy(self, key: Any, batch: Any) -> bool:
-        """Return whether the first step of this shape may be trained without a plan.
-
-        Compiled code keeps to itself what it makes, so it cannot be counted.
-        """
-        if key in self._too_large or any(map(is_lazy, self._model.parameters())):
-            return False
-        if any(map(is_compiled, self._model.modules())):
-            return False
-        return _ROOMY * self._standing_bytes(batch) <= self._budget_bytes
 
     @contextmanager
     def counted(self, key: Any, batch: Any, samples: int) -> Iterator[list[PlannedShape]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from retime.foundations.cpu_pool import FreedMemory
 from retime.foundations.measure import PeakWatch
-from retime.foundations.messages import show_bytes
+from retime.foundations.messages import show_bytes, warn_no_effect
 from retime.foundations.parts import Certificate, Split, key_of, name_of, part_lengths, samples_in, sizes_of
 from retime.foundations.patching import replaced_attributes
 from retime.foundations.preserve_state import CompiledCode
@@ -23,15 +23,7 @@ from retime.mechanisms.memory_budget.dry_run import everything
 from retime.mechanisms.memory_budget.offload import HostTier, OffloadReport, OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory_budget.plan_files import GivenPlans, plans_in, state_of
 from retime.mechanisms.memory_budget.planner import FirstSteps, Step, StepPlanner
-from retime.mechanisms.memory_budget.report import (
-    BudgetReport,
-    GraphPaths,
-    PlannedShape,
-    warn_of_mismatches,
-    warn_of_paths,
-    warn_of_whole,
-    why_anew,
-)
+from retime.mechanisms.memory_budget.report import BudgetReport, GraphPaths, PlannedShape, warn_of_paths
 from retime.mechanisms.memory_budget.search import PlanChoice, plan_after
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
@@ -53,20 +45,23 @@ class MemoryLimit:
         self._model, self._optimizers, self.hidden_bytes = model, optimizers, hidden_bytes
         device = next(model.parameters()).device
         self.freed = FreedMemory(device)
-        self._process = _watched_process() if device.type == "cpu" else None
+        self._process: PeakWatch | None = None
+        if device.type == "cpu":
+            with suppress(OSError, LookupError):  # no Linux, or a kernel that does not forget peaks
+                self._process = PeakWatch()
         self._model_bytes = self._standing_bytes = strided_bytes(self._between_steps(()))
 
     def limit(self, batch: Any, nbytes: int) -> None:
         """Freed memory is kept for the next tensors as far as there is room for it in ``nbytes``."""
         self.freed.hold(max(0, nbytes - self.hidden_bytes), self._between_steps(batch))
 
-    def needed_bytes(self, batch: Any) -> int | None:
+    def needed_bytes(self) -> int | None:
         """Bytes that are there between steps, and the most that tensors held beside since the first step began.
 
         None where it cannot be measured.
         """
         more = self.freed.peak_bytes()
-        return None if more is None else more + self.hidden_bytes + strided_bytes(self._between_steps(batch))
+        return None if more is None else more + self.hidden_bytes + strided_bytes(self._between_steps(()))
 
     def grown_bytes(self) -> int:
         """The most that the process has grown by so far, with the model that was there; 0 where it cannot be told."""
@@ -86,13 +81,6 @@ class MemoryLimit:
         states = [tensors_in(list(optimizer.state.values())) for optimizer in self._optimizers]
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         return [*self._model.parameters(), *self._model.buffers(), *gradients, *chain(*states), *tensors_in(batch)]
-
-
-def _watched_process() -> PeakWatch | None:
-    try:
-        return PeakWatch()
-    except (OSError, LookupError):  # no Linux, or a kernel that does not forget peaks
-        return None
 
 
 Key = tuple[Any, ...]
@@ -331,6 +319,7 @@ class Offloads:
 
 
 _AFTER = "made from what the first step saved and held, without a dry run"
+_MANY_MISMATCHES = 3
 
 
 @dataclass
@@ -388,7 +377,16 @@ class BatchPlans:
                 self.book.use(record)
                 return shape
         if self.book and self.options.on_shape_change == "error":
-            raise ScheduleError(why_anew(record.samples, self.book.same_shape(record)))
+            if self.book.same_shape(record):
+                raise ScheduleError(
+                    "the plan no longer holds, and on_shape_change='error': layers were frozen, unfrozen or put into "
+                    "another mode, gradients now stay from batch to batch, or samples are larger. Use "
+                    "on_shape_change='replan'"
+                )
+            raise ScheduleError(
+                f"a batch of {record.samples} samples has another shape than the planned batch, and "
+                "on_shape_change='error': bring all batches to one shape, or use on_shape_change='replan'"
+            )
         return self._plan_anew(step, record)
 
     def _examined(self, step: Step, record: BatchRecord, shape: PlannedShape) -> PlannedShape | None:
@@ -442,7 +440,6 @@ class BatchPlans:
         verified = self.planner.check_sizes(step, record.batch, certificate, sizes) if sizes else certificate
         if verified.separable:
             return replace(shape, certificate=verified)
-        warn_of_whole(verified.reason)
         with self._kept_whole(verified.reason):
             return self._made_or_taken(step, record)
 
@@ -487,7 +484,7 @@ class BatchPlans:
         Raises:
             BudgetError: one held more than the budget.
         """
-        needed_bytes = self.memory.needed_bytes(()) if self._offloaded_first else None
+        needed_bytes = self.memory.needed_bytes() if self._offloaded_first else None
         waiting, self._offloaded_first = self._offloaded_first, []
         for first in waiting:
             record, plan = first.record, everything(first.record.samples)
@@ -503,11 +500,12 @@ class BatchPlans:
 
     def keep_whole(self, step: Step, record: BatchRecord, reason: str) -> None:
         """Batches like this one are not split any more."""
-        warn_of_whole(reason)
         with self._kept_whole(reason):
             self._plan_anew(step, record)
 
     def _kept_whole(self, reason: str) -> AbstractContextManager[None]:
+        """Plan inside for a batch that showed more than those before, which ran in sub-batches."""
+        warn_no_effect(f"batches of this shape run whole from here on, with another plan: {reason}", every_rank=True)
         return replaced_attributes(self.planner, whole_because=reason)
 
     def drop_mismatched(self, plan: OffloadPlan, mismatch: PlanMismatch) -> None:
@@ -522,7 +520,13 @@ class BatchPlans:
         times = self._report.replanned[reason] = self._report.replanned.get(reason, 0) + 1
         self.book.drop(plan)
         self.options.say(f"{mismatch}; the next batch of this shape is planned again")
-        warn_of_mismatches(reason, times)
+        if times == _MANY_MISMATCHES:
+            warn_no_effect(
+                f"{times} batches were planned again because {reason}, which takes longer than a step: the model takes "
+                "another path from step to step (dropped layers, branches on values or on the step's number). Keep it "
+                "on one path, or give a budget that the plain step fits into",
+                every_rank=True,
+            )
 
     def hide(self, hidden_bytes: int, batch: Any) -> None:
         """Note that nothing in Python holds so many bytes of tensors from now on, in batches like this one."""

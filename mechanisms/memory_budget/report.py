@@ -10,7 +10,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
@@ -59,20 +59,14 @@ def _group_limits() -> Iterator[int]:
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        for mounted, limit in _OLD if controllers else _UNIFIED:
-            yield from _limits_of(_ROOT / mounted, group, limit)
-
-
-def _limits_of(mounted: Path, group: str, name: str) -> Iterator[int]:
-    """Yield the limits of a control group and of those around it; a container sees its own as the outermost."""
-    inside = PurePosixPath(*(part for part in PurePosixPath(group).parts if part not in ("/", "..")))
-    for folder in (inside, *inside.parents):
-        try:
-            text = (mounted / folder / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():  # else "max"
-            yield int(text)
+        # A container sees its own group as the outermost.
+        inside = PurePosixPath(*(part for part in PurePosixPath(group).parts if part not in ("/", "..")))
+        for mounted, name in _OLD if controllers else _UNIFIED:
+            for folder in (inside, *inside.parents):
+                with suppress(OSError):
+                    text = (_ROOT / mounted / folder / name).read_text().strip()
+                    if text.isdigit():  # else "max"
+                        yield int(text)
 
 
 # A byte budget, as people write it.
@@ -335,60 +329,11 @@ def _path_of(loss: Tensor) -> int:
 
 
 OnShapeChange = Literal["replan", "error"]
-_MANY_MISMATCHES = 3
-
-
-def why_anew(samples: int, same_shape: bool) -> str:
-    """Say what is wrong about a batch, with ``on_shape_change="error"``."""
-    if same_shape:
-        return (
-            "the plan no longer holds, and on_shape_change='error': layers were frozen, unfrozen or put into another "
-            "mode, gradients now stay from batch to batch, or samples are larger. Use on_shape_change='replan'"
-        )
-    return (
-        f"a batch of {samples} samples has another shape than the planned batch, and "
-        "on_shape_change='error': bring all batches to one shape, or use on_shape_change='replan'"
-    )
 
 
 def warn_of_dropped(error: Exception) -> None:
     """Plans that came with a checkpoint cannot be used."""
     warn_no_effect(f"plans of an earlier run have no effect, and batches are planned again: {error}")
-
-
-def warn_of_mismatches(reason: str, times: int) -> None:
-    """Once it has become many times."""
-    if times == _MANY_MISMATCHES:
-        warn_no_effect(
-            f"{times} batches were planned again because {reason}, which takes longer than a step: the model takes "
-            "another path from step to step (dropped layers, branches on values or on the step's number). Keep it "
-            "on one path, or give a budget that the plain step fits into",
-            every_rank=True,
-        )
-
-
-def warn_of_whole(reason: str) -> None:
-    """Before a batch that showed more than those before, which ran in sub-batches."""
-    warn_no_effect(f"batches of this shape run whole from here on, with another plan: {reason}", every_rank=True)
-
-
-def warn_of_no_plan(error: Exception) -> None:
-    """Before a batch that must not be split any more, and that other ranks wait for."""
-    warn_no_effect(
-        "this batch computes something else than the planned batch, and has no plan on this rank. As the "
-        f"other ranks wait for its gradients, it runs whole, outside of its budget; training ends before the next: "
-        f"{error}",
-        every_rank=True,
-    )
-
-
-def warn_of_unexamined() -> None:
-    """Warn at the end, if no batch came after one that took another path, with which it could have been examined."""
-    warn_difference(
-        "the last batch of its shape computed something else than the planned batch, and it is not known whether its "
-        "sub-batches gave its gradient: train on, which examines it, or compare with a run without a budget",
-        every_rank=True,
-    )
 
 
 def warn_of_paths(certificate: Certificate, paths: GraphPaths, stopped: bool) -> None:

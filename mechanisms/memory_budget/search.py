@@ -268,7 +268,11 @@ class PlanTrial:
     def __init__(self, step: TrainingStep, host: HostTier, plain: StepProfile | None, budget_bytes: int) -> None:
         self._step, self._host, self._budget_bytes = step, host, budget_bytes
         self.note = ""
-        self._absent_bytes = step.reduction_bytes + (0 if plain is None else _absent_bytes(step, plain))
+        self._absent_bytes = step.reduction_bytes  # what training holds and a trial does not
+        if plain is not None:
+            trained = (parameter for parameter in step.module.parameters() if parameter.requires_grad)
+            self._absent_bytes += strided_bytes(trained) if step.buckets else 0
+            self._absent_bytes += sum(one.nbytes for one in plain.trace.storages if one.kind is BlockKind.STATE)
         # A step that writes into what it is given needs copies, for which there may be no room.
         self._possible = plain is not None and not plain.trace.writes_parameters and not plain.trace.writes_batch
 
@@ -293,13 +297,6 @@ class PlanTrial:
                 return None  # the first time needs what libraries load beside the plan
             raise
         return 1e3 * min(times) * self._step.samples / size
-
-
-def _absent_bytes(step: TrainingStep, plain: StepProfile) -> int:
-    """Bytes that training holds and a trial does not: optimizer states and buckets."""
-    states = sum(storage.nbytes for storage in plain.trace.storages if storage.kind is BlockKind.STATE)
-    trained = (parameter for parameter in step.module.parameters() if parameter.requires_grad)
-    return states + (strided_bytes(trained) if step.buckets else 0)
 
 
 # Predicted and measured times within these shares of the fastest count as equal.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.arguments import checked_with
-from retime.foundations.messages import parse_bytes
+from retime.foundations.messages import parse_bytes, warn_difference
 from retime.foundations.parts import loss_of
 from retime.foundations.preserve_state import CompiledCode
 from retime.mechanisms.memory_budget.dry_run import Gradients, TooMuchAllocated, check_held
@@ -32,13 +32,7 @@ from retime.mechanisms.memory_budget.offload import HostTier, check_host
 from retime.mechanisms.memory_budget.plan_files import OtherPlansError, write_plans
 from retime.mechanisms.memory_budget.planner import BudgetOptions, Step, StepPlanner
 from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, Offloads
-from retime.mechanisms.memory_budget.report import (
-    AnotherPath,
-    BudgetReport,
-    PlannedShape,
-    warn_of_dropped,
-    warn_of_unexamined,
-)
+from retime.mechanisms.memory_budget.report import AnotherPath, BudgetReport, PlannedShape, warn_of_dropped
 from retime.mechanisms.memory_budget.sub_batches import PlannedBatches, SubBatches
 from retime.schedules.errors import ScheduleError
 
@@ -270,7 +264,12 @@ class BudgetedStep:
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
         if self._plans.book.unexamined():
-            warn_of_unexamined()
+            warn_difference(
+                "the last batch of its shape computed something else than the planned batch, and it is not known "
+                "whether its sub-batches gave its gradient: train on, which examines it, or compare with a run without "
+                "a budget",
+                every_rank=True,
+            )
         self._batches.drop()
         self._offloads.forget_all()
         self._plans.memory.freed.close()

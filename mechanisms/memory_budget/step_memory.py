@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -58,16 +57,6 @@ class MemoryFloor:
         Args:
             fewer: how fewer samples at once could run, or why they cannot; None: the caller chooses sub-batch sizes.
         """
-        return BudgetError(
-            f"a budget of {sized(budget_bytes)} is below this step's floor",
-            floor_bytes=self.bytes,
-            task=f"{self.task.name} ({self.task.phase})",
-            layer=self.task.layer,
-            hint=self._hint(budget_bytes, fewer),
-            samples=self.sub_batch,
-        )
-
-    def _hint(self, budget_bytes: int, fewer: str | None) -> str:
         if fewer is None:
             fewer = f"The step runs {self.sub_batch} samples at once; smaller sub-batches, if allowed, would help"
         staying = (
@@ -80,7 +69,14 @@ class MemoryFloor:
             hints.append(fewer)
         samples = f"{self.sub_batch} samples" if self.sub_batch > 1 else "one sample"
         alone = f"That layer alone needs {sized(self.task.nbytes)} for {samples}: smaller samples would help"
-        return ". ".join([*(hints or [alone]), *filter(None, [self.no_offload[:1].upper() + self.no_offload[1:]])])
+        return BudgetError(
+            f"a budget of {sized(budget_bytes)} is below this step's floor",
+            floor_bytes=self.bytes,
+            task=f"{self.task.name} ({self.task.phase})",
+            layer=self.task.layer,
+            hint=". ".join([*(hints or [alone]), *filter(None, [self.no_offload[:1].upper() + self.no_offload[1:]])]),
+            samples=self.sub_batch,
+        )
 
 
 # What a step needs: dry runs of it, made when they are needed; small real runs on copies where it cannot be run dry.
@@ -118,7 +114,7 @@ class StepMemory:
     Args:
         sub_batches: sub-batch sizes that may be used; only the whole batch where sub-batches would change the result.
             Sizes below the batch are at most half of it, rounded up.
-        costs: what operations need is added to what tensors hold.
+        costs: what operations need is added to what tensors hold; may be set anew, once it is measured.
         check: compare a dry run of the smallest sub-batch with a real one on copies. Some kernels save another number
             of tensors than their description says (oneDNN's LSTM a work space); then real runs are used.
         earlier: of the same step for other sizes: its dry run of the whole batch is not made again.
@@ -145,7 +141,10 @@ class StepMemory:
         )
         if step.samples not in sub_batches and len(self.sub_batches) > 1:
             self.sub_batches = self.sub_batches[:-1]
-        self._floor_costs, self._most_bytes = _least_of(self.costs, self.sub_batches[0]), _NEVER
+        # Without any measured for the purpose the floor has the costs of the step.
+        scratch = self.costs.scratch(self.sub_batches[0]) + self.costs.spare_bytes
+        self._floor_costs = StepCosts(operations=self.costs.operations, scratch_bytes=scratch, spare_bytes=scratch)
+        self._most_bytes = _NEVER
         self._floor: MemoryFloor | None = None
         self.note = self.no_offload = ""
         self._host: HostNone | None = None
@@ -160,23 +159,15 @@ class StepMemory:
             self.note = self.no_offload = earlier.no_offload
             self._host = earlier._host
 
-    def with_least(self, least: StepCosts, most_bytes: int | None = None) -> StepMemory:
-        """The same runs with a floor by other costs than the step's, in place of this object, which is used no more.
+    def find_floor_by(self, least: StepCosts, most_bytes: int | None = None) -> None:
+        """Have a floor by other costs than the step's.
 
         Args:
             least: what the floor's plan needs beside its tensors, measured for it; see :func:`least_costs`.
             most_bytes: budgets of so much are accepted without asking for the floor, so it is no higher; None: unknown.
         """
-        twin = copy.copy(self)
-        twin._floor_costs, twin._most_bytes = least, _NEVER if most_bytes is None else most_bytes
-        twin._floor = None
-        return twin
-
-    def with_costs(self, costs: StepCosts) -> StepMemory:
-        """The same runs and floor with other costs, once they are measured, in place of this object."""
-        twin = copy.copy(self)
-        twin.costs = costs
-        return twin
+        self._floor_costs, self._most_bytes = least, _NEVER if most_bytes is None else most_bytes
+        self._floor = None
 
     @cached_property
     def plain(self) -> StepProfile | None:
@@ -406,12 +397,6 @@ class StepMemory:
         return sum({storage_address(storage): storage.nbytes() for storage in storages}.values()) + sum(
             sizes_of(others)
         )
-
-
-def _least_of(costs: StepCosts, smallest: int) -> StepCosts:
-    """Without any measured for the purpose those of the step."""
-    scratch = costs.scratch(smallest) + costs.spare_bytes
-    return StepCosts(operations=costs.operations, scratch_bytes=scratch, spare_bytes=scratch)
 
 
 def _largest_task(profile: StepProfile, operations: Operations) -> LargestTask:

@@ -148,13 +148,10 @@ class SubBatches:
             backward: what to do with each part's weighted loss; ``loss.backward()`` as default.
             start: the first part that has not been run, for callers that ran others by themselves.
         """
+        backward = backward or (lambda weighted: weighted.backward())  # type: ignore[no-untyped-call]
         for index in range(start, len(self)):
             loss = self.weighted(index, loss_of(self.forward(index)))
-            if loss is None:
-                continue
-            if backward is None:
-                loss.backward()  # type: ignore[no-untyped-call]
-            else:
+            if loss is not None:
                 backward(loss)
             del loss  # else this part's graph would live on through the next part's forward pass
         return self.result()

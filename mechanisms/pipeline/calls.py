@@ -147,11 +147,6 @@ class TensorSpec:
         """Return what describes a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that its values take."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
     def empty(self, device: torch.device) -> Tensor:
         """Memory for one."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -180,11 +175,6 @@ class ValueSpec:
         """A value of this kind; see :meth:`TensorSpec.stand_in`."""
         return tree_map(lambda leaf: leaf.stand_in(device) if isinstance(leaf, TensorSpec) else leaf, self.value)
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
-        """A value of this kind with these tensors, in order."""
-        given = iter(tensors)
-        return tree_map(lambda leaf: next(given) if isinstance(leaf, TensorSpec) else leaf, self.value)
-
     def with_written(self, numbers: Container[int]) -> ValueSpec:
         """The same, of which code between the layers writes into some tensors, by their numbers in order."""
         counter = count()
@@ -202,13 +192,13 @@ class ValueSpec:
 
 def spec_of(value: Any) -> ValueSpec:
     """Return the spec of a nested value."""
-    return ValueSpec(tree_map(_spec, value))
 
+    def spec(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return TensorSpec.of(leaf)
+        return leaf if isinstance(leaf, bool | int | float | str) else None
 
-def _spec(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return TensorSpec.of(leaf)
-    return leaf if isinstance(leaf, bool | int | float | str) else None
+    return ValueSpec(tree_map(spec, value))
 
 
 def tensors_in_order(value: Any) -> list[Tensor]:

@@ -214,7 +214,7 @@ class LayerResults(LayerHandler):
         if self._recorder is not None:
             self._recorder.inside -= 1
             for tensor in tensors:
-                self._recorder.at_edge(tensor)
+                self._recorder.operation_of(tensor).edge = True
         if self._samples is None:
             return output
         changed = {}

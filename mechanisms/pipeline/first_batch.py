@@ -9,8 +9,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,24 +92,6 @@ _SMALLEST = 0.1
 """Where all values are smaller, they are compared as if one were this large: they may be differences of larger ones."""
 
 
-@dataclass(frozen=True)
-class PipelineConfig:
-    """Options by which the model is to be spread.
-
-    Attributes:
-        layers_per_stage: under modulo allocation.
-        activation_cap: bytes a rank.
-        split: how layers become stages, as :class:`Planner` takes it.
-        loss_weight: what a step divides its sum by; None: its operations tell.
-    """
-
-    schedule: str
-    layers_per_stage: int | Literal["auto"]
-    activation_cap: int | None
-    split: Literal["even", "fastest"] | tuple[int, ...]
-    loss_weight: LossWeight | None = None
-
-
 class FirstBatch:
     """Looks at the first batch.
 
@@ -130,9 +112,18 @@ class FirstBatch:
         self._hollow = hollow
 
     def spread(
-        self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any], config: PipelineConfig
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        parts: Sequence[Any],
+        planner_of: Callable[[int, Costs], Planner],
+        loss_weight: LossWeight | None,
     ) -> PipelineState:
         """Run it, and let each rank keep its stages only.
+
+        Args:
+            planner_of: makes the planner, from the number of ranks and the layers' costs.
+            loss_weight: what a step divides its sum by; None: its operations tell.
 
         Raises:
             PipelineError: the model or the batch cannot go through a pipeline.
@@ -141,13 +132,7 @@ class FirstBatch:
             raise PipelineError(DIFFERENT)
         with self._no_trace(batch):
             weights, look = look_at_losses(
-                self._model,
-                step,
-                batch,
-                parts,
-                loss_weight=config.loss_weight,
-                gates=self._gates,
-                names=self._place.names,
+                self._model, step, batch, parts, loss_weight=loss_weight, gates=self._gates, names=self._place.names
             )
             weights = replace(weights, certificate=self._place.agreed(weights.certificate))
         with self._no_trace(batch):
@@ -166,7 +151,7 @@ class FirstBatch:
                 self._place.names,
                 lambda: self._no_trace(batch, parameters=False),
             )
-        planner = self._planner(profile, config)
+        planner = planner_of(self._place.ranks, self._costs(profile))
         plan, whole = planner.plan(len(parts)), StepModule(self._model)
         # its hooks on layers are to stay: not inside of what leaves no trace
         split = SplitBackward(whole)
@@ -196,9 +181,13 @@ class FirstBatch:
             finally:
                 self._gates.handler = None
 
-    def _planner(self, profile: LayerProfile, config: PipelineConfig) -> Planner:
+    def _costs(self, profile: LayerProfile) -> Costs:
         hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in profile.given), default=0))
-        costs = self._place.agreed(
+        by_layer = [set(layer.parameters()) for layer in self._layers.modules]
+        around = set(self._model.parameters()).difference(*by_layer)  # what is around them counts with the outermost
+        by_layer[0] |= around & profile.front
+        by_layer[-1] |= around & profile.behind
+        costs: Costs = self._place.agreed(
             Costs(
                 tuple(profile.forward_ms),
                 tuple(profile.saved_bytes),
@@ -207,25 +196,10 @@ class FirstBatch:
                 tuple(profile.output_gradient_ms),
                 tuple(profile.weight_gradient_ms),
                 message,
-                self._parameter_bytes(profile),
+                tuple(sum(map(nbytes, one)) for one in by_layer),
             )
         )
-        return Planner(
-            config.schedule,
-            self._place.ranks,
-            costs,
-            group=config.layers_per_stage,
-            cap=config.activation_cap,
-            split=config.split,
-        )
-
-    def _parameter_bytes(self, profile: LayerProfile) -> tuple[int, ...]:
-        """Return the bytes by layer, with what is around the layers in the outermost."""
-        by_layer = [set(layer.parameters()) for layer in self._layers.modules]
-        around = set(self._model.parameters()).difference(*by_layer)
-        by_layer[0] |= around & profile.front
-        by_layer[-1] |= around & profile.behind
-        return tuple(sum(map(nbytes, one)) for one in by_layer)
+        return costs
 
     def _hop_ms(self, nbytes: int) -> tuple[float, float]:
         """Return the time of a message from rank 0 to rank 1, and what it takes of their processors."""
@@ -260,7 +234,7 @@ class FirstBatch:
     ) -> PipelineState:
         """Run one micro-batch in stages on this rank alone: what a stage is sent, and which parameters it uses."""
         place = self._place
-        self._gates.handler = TrainingCall(plan, place.rank, place.device, profile.outputs, place.names, profile.writes)
+        self._gates.handler = TrainingCall(plan, place, profile.outputs, profile.writes)
         mine = [stage for stage, rank in enumerate(plan.rank_of) if rank == place.rank]
         positions: dict[int, list[int]] = {}
         edges: dict[int, list[Tensor]] = {}

@@ -185,9 +185,13 @@ def call_chain(model: nn.Module, run: Callable[[], Any], ranks: int) -> LayerLis
         PipelineError: there are fewer such modules than ranks, or they hold less than half of the model.
     """
     calls, output = _calls_of(model, run)
-    used = Reached(_losses(output)).leaves
+    try:
+        losses = [loss_of(output)]
+    except ValueError:  # which the first batch tells of
+        losses = tensors_in_order(output)
+    used = Reached(losses).leaves
     unused = {p for p in model.parameters() if p.requires_grad and p not in used} if used else set()
-    del output
+    del output, losses
     with evaluated(model):
         again = list(_all(_calls_of(model, run)[0]))
     times = Counter(call.name for call in _all(calls))
@@ -222,13 +226,6 @@ def call_chain(model: nn.Module, run: Callable[[], Any], ranks: int) -> LayerLis
             "layers='path.to.it'"
         )
     return LayerList("modules in the order of their calls", [call.module for call in layers], names)
-
-
-def _losses(output: Any) -> list[Tensor]:
-    try:
-        return [loss_of(output)]
-    except ValueError:  # which the first batch tells of
-        return tensors_in_order(output)
 
 
 def _calls_of(model: nn.Module, run: Callable[[], Any]) -> tuple[list[_Call], Any]:

@@ -199,7 +199,12 @@ def look_at_losses(
             few = _few(batch)[0]
             look.altered = list(record_altered(lambda part: _run(step, part, 0), few, look.runs[0], results.tells))
         if loss_weight is None:
-            weights = LossWeights(_certificate(look))
+            large, small = look.runs
+            head = head_of_loss(large, small, look.altered)
+            first, *others = head.weightings or (Weighting("mean"),)
+            if head.compares:  # with a number that may be another in a later step, which a pipeline would not see
+                raise NotUnderstoodError(f"it is a {first}, which the step compares itself: pass a mask in the batch")
+            weights = LossWeights(Certificate(first, alternatives=tuple(others)))
     except NotUnderstoodError as error:
         if loss_weight is None:
             raise PipelineError(
@@ -273,16 +278,6 @@ def _followed(step: Callable[[Any], Any], batch: Any, results: LayerResults) -> 
         text = str(error).splitlines()[0] if str(error) else "no message"
         raise NotUnderstoodError(f"its operations cannot be followed ({type(error).__name__}: {text})") from error
     return large, small
-
-
-def _certificate(look: FirstLook) -> Certificate:
-    """Certificate of what the loss is a mean or a sum over, as operations show it."""
-    large, small = look.runs
-    head = head_of_loss(large, small, look.altered)
-    first, *others = head.weightings or (Weighting("mean"),)
-    if head.compares:  # with a number that may be another in a later step, which a pipeline would not see
-        raise NotUnderstoodError(f"it is a {first}, which the step compares itself: pass a mask in the batch")
-    return Certificate(first, alternatives=tuple(others))
 
 
 def _compare(

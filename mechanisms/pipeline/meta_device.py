@@ -20,65 +20,6 @@ _APART = 0x9E3779B97F4A7C15
 """Seeds of modules are this far apart, times a number of their names."""
 
 
-def initial_values(
-    model: nn.Module,
-    names: Mapping[nn.Module, str],
-    modules: Sequence[nn.Module],
-    wanted: set[Tensor],
-    seed: int,
-    memory_for: Callable[[Tensor], Tensor],
-) -> None:
-    """Give parameters memory and values; other parameters of these modules, and random numbers, stay as they are.
-
-    A module's own ``reset_parameters()`` says which, or the ``_init_weights(module)`` of a module around it, as
-    transformers' models and others have it.
-
-    Args:
-        modules: those with the parameters, and all inside of them, outer ones first.
-
-    Raises:
-        PipelineError: nobody says how a parameter begins.
-    """
-    parameters = {p for module in modules for p in own_parameters(module).values() if p is not None}
-    with _kept_apart(parameters - wanted):
-        for parameter in parameters:  # what is not wanted has a copy to write into
-            parameter.data = memory_for(parameter).fill_(float("nan"))
-        for module in reversed(modules):  # what is inside first: an outer module may have the last word
-            seed_torch((seed + _APART * zlib.crc32(names[module].encode())) % 2**63)
-            for say in _who_says(model, names, module):
-                say(module)
-                if not _unknown(module, wanted):
-                    break
-    for module in modules:
-        for key in _unknown(module, wanted):
-            name = f"{names[module]}.{key}".lstrip(".")
-            raise PipelineError(
-                f"{name!r} is on the meta device, and nobody says how it begins: give {type(module).__name__} a "
-                "reset_parameters() that sets its own parameters, or load a checkpoint with ckpt_path"
-            )
-
-
-def initial_buffers(model: nn.Module, names: Mapping[nn.Module, str], module: nn.Module) -> None:
-    """Give the buffers of one module their values; its parameters stay as they are.
-
-    Raises:
-        PipelineError: nobody says how they begin.
-    """
-    initialisers = _who_says(model, names, module)
-    if not initialisers:
-        keys = ", ".join(repr(key) for key in own_buffers(module))
-        raise PipelineError(
-            f"buffers of {names[module]!r} ({keys}) are on the meta device, and nobody says how they begin: make them "
-            f"with torch.device('cpu'), or give {type(module).__name__} a reset_parameters()"
-        )
-    own = {p for p in own_parameters(module).values() if p is not None}
-    with _kept_apart(own):
-        for parameter in own:  # to write into
-            parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        for initialise in initialisers:
-            initialise(module)
-
-
 @contextmanager
 def _kept_apart(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Inside, values are given without a graph; these parameters, and random numbers, are afterwards as they were."""
@@ -95,23 +36,6 @@ def _kept_apart(parameters: Iterable[Tensor]) -> Iterator[None]:
 def _unknown(module: nn.Module, wanted: set[Tensor]) -> list[str]:
     """Names of the module's own parameters that still have no values."""
     return [key for key, p in own_parameters(module).items() if p is not None and p in wanted and bool(p.isnan().any())]
-
-
-def _who_says(model: nn.Module, names: Mapping[nn.Module, str], module: nn.Module) -> list[Callable[[nn.Module], Any]]:
-    """Return what may give a module its initial values, the nearest module around it first, and it itself last."""
-    initialisers: list[Callable[[nn.Module], Any]] = []
-    parts = names[module].split(".") if names[module] else []
-    for length in range(len(parts), -1, -1):
-        around = model.get_submodule(".".join(parts[:length]))
-        say = getattr(around, "_init_weights", None)
-        if callable(say):
-            initialisers.append(say)
-            break
-    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    has_own = any(one is not None for one in (*own_parameters(module).values(), *own_buffers(module).values()))
-    if callable(own) and has_own:
-        initialisers.append(lambda _: own())
-    return initialisers
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -176,7 +100,7 @@ class DeferredInitModel:
                     own_buffers(module)[key] = torch.zeros_like(buffer, device=device)
                     with_buffers.append(module)
         for module in with_buffers:
-            initial_buffers(model, self._names, module)
+            self._set_buffers(module)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -229,14 +153,76 @@ class DeferredInitModel:
         self._spare.clear()
 
     def _fill(self, modules: list[nn.Module]) -> None:
-        wanted = self._owned(modules) - self._filled
-        if wanted:
-            initial_values(self._model, self._names, modules, wanted, self._seed, self._memory_for)
-            self._filled |= wanted
+        """Give parameters memory and values; other parameters of these modules, and random numbers, stay as they are.
 
-    def _memory_for(self, parameter: Tensor) -> Tensor:
-        spare = self._spare.get((parameter.shape, parameter.dtype))
-        return spare.pop() if spare else torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        A module's own ``reset_parameters()`` says which, or the ``_init_weights(module)`` of a module around it, as
+        transformers' models and others have it.
+
+        Args:
+            modules: those with the parameters, and all inside of them, outer ones first.
+
+        Raises:
+            PipelineError: nobody says how a parameter begins.
+        """
+        wanted = self._owned(modules) - self._filled
+        if not wanted:
+            return
+        parameters = {p for module in modules for p in own_parameters(module).values() if p is not None}
+        with _kept_apart(parameters - wanted):
+            for parameter in parameters:  # what is not wanted has a copy to write into
+                spare, kind = self._spare.get((parameter.shape, parameter.dtype)), parameter.dtype
+                data = spare.pop() if spare else torch.empty(parameter.shape, dtype=kind, device=parameter.device)
+                parameter.data = data.fill_(float("nan"))
+            for module in reversed(modules):  # what is inside first: an outer module may have the last word
+                seed_torch((self._seed + _APART * zlib.crc32(self._names[module].encode())) % 2**63)
+                for say in self._who_says(module):
+                    say(module)
+                    if not _unknown(module, wanted):
+                        break
+        for module in modules:
+            for key in _unknown(module, wanted):
+                name = f"{self._names[module]}.{key}".lstrip(".")
+                raise PipelineError(
+                    f"{name!r} is on the meta device, and nobody says how it begins: give {type(module).__name__} a "
+                    "reset_parameters() that sets its own parameters, or load a checkpoint with ckpt_path"
+                )
+        self._filled |= wanted
+
+    def _set_buffers(self, module: nn.Module) -> None:
+        """Give the buffers of one module their values; its parameters stay as they are.
+
+        Raises:
+            PipelineError: nobody says how they begin.
+        """
+        initialisers = self._who_says(module)
+        if not initialisers:
+            keys = ", ".join(repr(key) for key in own_buffers(module))
+            raise PipelineError(
+                f"buffers of {self._names[module]!r} ({keys}) are on the meta device, and nobody says how they begin: "
+                f"make them with torch.device('cpu'), or give {type(module).__name__} a reset_parameters()"
+            )
+        own = {p for p in own_parameters(module).values() if p is not None}
+        with _kept_apart(own):
+            for parameter in own:  # to write into
+                parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            for initialise in initialisers:
+                initialise(module)
+
+    def _who_says(self, module: nn.Module) -> list[Callable[[nn.Module], Any]]:
+        """Return what may give a module its initial values, the nearest module around it first, and it itself last."""
+        initialisers: list[Callable[[nn.Module], Any]] = []
+        name = self._names[module]
+        parts = name.split(".") if name else []
+        for length in range(len(parts), -1, -1):
+            say = getattr(self._model.get_submodule(".".join(parts[:length])), "_init_weights", None)
+            if callable(say):
+                initialisers.append(say)
+                break
+        own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        has_own = any(one is not None for one in (*own_parameters(module).values(), *own_buffers(module).values()))
+        if callable(own) and has_own:
+            initialisers.append(lambda _: own())
+        return initialisers
 
     def _owned(self, modules: Iterable[nn.Module]) -> set[Tensor]:
         """The parameters that these are the first to have."""

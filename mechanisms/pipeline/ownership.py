@@ -61,18 +61,12 @@ def make_groups(pipeline: int, data: int, timeout: timedelta) -> tuple[Any, Any]
     Returns:
         The pipeline's, and the data parallel one, which is None if there is one pipeline.
     """
-    pipeline_group = data_group = None
-    for index in range(data):
-        ranks = list(range(index * pipeline, (index + 1) * pipeline))
-        group = dist.new_group(ranks, timeout=timeout)
-        if dist.get_rank() in ranks:
-            pipeline_group = group
-    for index in range(pipeline if data > 1 else 0):
-        ranks = list(range(index, pipeline * data, pipeline))
-        group = dist.new_group(ranks, timeout=timeout)
-        if dist.get_rank() in ranks:
-            data_group = group
-    return pipeline_group, data_group
+    pipelines = [list(range(first, first + pipeline)) for first in range(0, pipeline * data, pipeline)]
+    pipeline_group, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)  # type: ignore[no-untyped-call]
+    if data == 1:
+        return pipeline_group, None
+    alike = [list(range(first, pipeline * data, pipeline)) for first in range(pipeline)]
+    return pipeline_group, dist.new_subgroups_by_enumeration(alike, timeout=timeout)[0]  # type: ignore[no-untyped-call]
 
 
 def gathered(mine: Any, group: Any) -> list[Any] | None:
@@ -424,10 +418,6 @@ class Ownership:
     def _is_finite(self, name: str) -> bool:
         return not bool(self.parameters[name].detach().isnan().any())
 
-    def norm_parts(self) -> set[Tensor]:
-        """The parameters that this rank counts in a norm over all: of shared ones only the first rank."""
-        return {parameter for name, parameter in self.parameters.items() if self.ranks[name][0] == self._rank}
-
     def find_writers(self) -> None:
         """A buffer outside of layers, of a module without parameters, is the first rank's that has written into it.
 
@@ -545,7 +535,9 @@ class Ownership:
 
 def whole_model_state(model: nn.Module, state: dict[str, Any], owners: Ownership) -> dict[str, Any]:
     """A state dict with every rank's own values in it, on the first rank of the pipeline; all ranks call this."""
-    owner_of = _first_names(model)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[Tensor, str] = {}
+    owner_of = {name: first.setdefault(tensor, name) for name, tensor in named}  # tied weights are sent and saved once
     owners.find_writers()
     mine = {
         owner_of.get(key, key): value.detach().cpu()
@@ -556,13 +548,6 @@ def whole_model_state(model: nn.Module, state: dict[str, Any], owners: Ownership
     if values is None:
         return state
     return type(state)((key, values.get(owner_of.get(key, key), value)) for key, value in state.items())
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """Return each tensor's first name, by each of its names: tied weights are sent once, and saved once too."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    first: dict[Tensor, str] = {}
-    return {name: first.setdefault(tensor, name) for name, tensor in named}
 
 
 def whole_optimizer_state(optimizer: Optimizer, state: dict[str, Any], owners: Ownership) -> dict[str, Any]:

@@ -271,18 +271,14 @@ class Planner:
         """The plan whose schedule and stages hold from now on."""
         plans = self._tried(micro_batches)
         if self._split == "even":
-            most = {id(plan): max(self._bytes_by_rank(plan)) for plan in plans}
-            plans = [plan for plan in plans if most[id(plan)] <= min(most.values()) * _AS_EVEN]
+            of_stages = ((_by_stage(self._sizes, plan.stage_of, plan.stages), plan.rank_of) for plan in plans)
+            most = [max(_by_stage(sizes, rank_of, self._ranks)) for sizes, rank_of in of_stages]
+            plans = [plan for plan, size in zip(plans, most, strict=True) if size <= min(most) * _AS_EVEN]
         longest = min(plan.makespan_ms or 0.0 for plan in plans) * _AS_GOOD
         good = [plan for plan in plans if (plan.makespan_ms or 0.0) <= longest]
         best = min(good, key=lambda plan: (plan.stages, plan.makespan_ms or 0.0))
         self._chosen, self._rank_of = (best.name, best.stages), best.rank_of
         return best
-
-    def _bytes_by_rank(self, plan: PipelinePlan) -> list[float]:
-        by_stage = _by_stage(self._sizes, plan.stage_of, plan.stages)
-        ranks = range(self._ranks)
-        return [sum(size for size, at in zip(by_stage, plan.rank_of, strict=True) if at == rank) for rank in ranks]
 
     @property
     def _sizes(self) -> list[int]:
@@ -299,9 +295,10 @@ class Planner:
         if self._schedule != _ANY:
             cuts = self._cuts(self._schedule)
             if not cuts:
+                many = "two a rank" if self._schedule in _TWO_CHUNKS else "the same number for each rank"
                 raise PipelineError(
                     f"split names {len(self._split)} stages, and schedule={self._schedule!r} has "
-                    f"{self._stages_allowed(self._schedule)} on {self._ranks} ranks: "
+                    f"{'one a rank' if self._schedule in _ONE_CHUNK else many} on {self._ranks} ranks: "
                     f"{self._other_split(self._schedule)}"
                 )
             return [self._planned(self._schedule, stages, micro_batches) for stages in cuts]
@@ -329,11 +326,6 @@ class Planner:
             one if kind in _ONE_CHUNK else two if kind in _TWO_CHUNKS else f"{one}, {two} or another multiple of {one}"
         )
         return f"name {number} layers that stages begin with, or use split='even'"
-
-    def _stages_allowed(self, kind: str) -> str:
-        if kind in _ONE_CHUNK:
-            return "one a rank"
-        return "two a rank" if kind in _TWO_CHUNKS else "the same number for each rank"
 
     def _cuts(self, kind: str) -> list[int]:
         """Numbers of stages that are possible."""
@@ -385,7 +377,10 @@ class Planner:
         else:
             placement = Placement(self._rank_of)
         of_stages = _with_messages(of_stages, placement, costs.message_ms)
-        self._check_cap(placement, of_stages, micro_batches if name in _FLUSH_FORMS else 1)
+        alive = micro_batches if name in _FLUSH_FORMS else 1
+        least = [alive * size for size in least_cap(placement, of_stages)]
+        if self._cap is not None and self._cap < max(least):
+            raise _CapTooLowError(self._schedule, self._cap, ceil(max(least)), least.index(max(least)), alive)
         if name in _SEARCHED:
             schedule = self._fastest(name, placement, of_stages, micro_batches)
         elif name in _FLUSH_FORMS:
@@ -406,12 +401,6 @@ class Planner:
         return PipelinePlan(
             name, stage_of, placement.rank_of, orders_of(schedule), micro_batches, ran.makespan_ms, ran.bubble_share
         )
-
-    def _check_cap(self, placement: Placement, costs: StageCosts, alive: int) -> None:
-        """Raise PipelineError if so many micro-batches, which are alive at once, do not fit under the cap."""
-        least = [alive * size for size in least_cap(placement, costs)]
-        if self._cap is not None and self._cap < max(least):
-            raise _CapTooLowError(self._schedule, self._cap, ceil(max(least)), least.index(max(least)), alive)
 
     def _stage_of(self, name: str, stages: int) -> tuple[int, ...]:
         layers = len(self._costs.forward_ms)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retime.foundations.messages import warn_difference
 from retime.foundations.parts import loss_of, samples_in
 from retime.foundations.preserve_state import seed_all
-from retime.foundations.torch_private.engine import top_saved_tensors_hooks, tree_leaves
+from retime.foundations.torch_private.engine import top_saved_tensors_hooks, tree_leaves, tree_map
 from retime.foundations.weight_gradients import SplitBackward
 from retime.mechanisms.pipeline.calls import (
     HERE,
@@ -67,21 +67,17 @@ class TrainingCall(LayerHandler):
 
     Attributes:
         recomputes: the call whose backward pass runs, in which checkpoints run layers again.
-        first_layers: of each stage.
     """
 
     def __init__(
         self,
         plan: PipelinePlan,
-        rank: int,
-        device: torch.device,
+        place: RankInfo,
         outputs: Mapping[tuple[int, Shapes], ValueSpec],
-        names: Sequence[str],
-        writes: Container[int] = (),
+        writes: Container[int],
     ) -> None:
-        self._plan, self._rank, self._device, self._outputs, self._names = plan, rank, device, outputs, names
-        self.first_layers = [plan.layers_of(stage)[0] for stage in range(plan.stages)]
-        self._firsts = {layer: stage for stage, layer in enumerate(self.first_layers)}
+        self._device, self._outputs, self._names, rank = place.device, outputs, place.names, place.rank
+        self._firsts = {plan.layers_of(stage)[0]: stage for stage in range(plan.stages)}
         self._writes = writes
         self.recomputes: SuspendedCall | None = None
         self._mine = [plan.rank_of[stage] == rank for stage in plan.stage_of]
@@ -193,11 +189,14 @@ class EvaluationBroadcast(LayerHandler):
         return self._rank_of(layer) == self._rank
 
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
-        spec = self._spec(layer, None)
-        tensors = [one.empty(self._device) for one in spec.tensors]
-        for tensor in tensors:
+        def received(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorSpec):
+                return leaf
+            tensor = leaf.empty(self._device)
             broadcast(tensor, self._rank_of(layer), self._group)
-        return spec.with_tensors(tensors)
+            return tensor
+
+        return tree_map(received, self._spec(layer, None).value)
 
     def after(self, layer: int, output: Any) -> Any:
         self._spec(layer, output)
@@ -334,7 +333,7 @@ class PipelineState:
     @cached_property
     def training_call(self) -> TrainingCall:
         """The layers of training steps."""
-        return TrainingCall(self.plan, self.place.rank, self.place.device, self.outputs, self.place.names, self.writes)
+        return TrainingCall(self.plan, self.place, self.outputs, self.writes)
 
     def evaluation_broadcast(self, outputs: dict[tuple[int, Shapes], ValueSpec]) -> EvaluationBroadcast:
         """The layers of steps without gradients, by the kinds of what they return in evaluation or in training."""
@@ -443,7 +442,7 @@ class RunningStep:
             yield
         finally:
             training.recomputes = None
-            call.received.pop(training.first_layers[stage], None)
+            call.received.pop(self._spread.plan.layers_of(stage)[0], None)
 
     def close(self) -> None:
         """End what is left of the calls."""

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -29,12 +30,12 @@ from retime.mechanisms.pipeline.checks import (
     messages_of_group,
     warn_of_gradient_hooks,
 )
-from retime.mechanisms.pipeline.first_batch import FirstBatch, PipelineConfig, agreed_seeds, seeded
+from retime.mechanisms.pipeline.first_batch import FirstBatch, agreed_seeds, seeded
 from retime.mechanisms.pipeline.layers import LayerList, call_chain, find_layers, first_layers, warn_of_no_list
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeight, LossWeights
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel
 from retime.mechanisms.pipeline.ownership import GradientSums, Ownership, gathered
-from retime.mechanisms.pipeline.plan import PipelinePlan, check_schedule
+from retime.mechanisms.pipeline.plan import PipelinePlan, Planner, check_schedule
 from retime.mechanisms.pipeline.running import MicroBatchResult, PipelineState, RankInfo, RunningStep
 from retime.mechanisms.pipeline.stage import Span, Stage
 from retime.schedules.pipeline import lane_name
@@ -193,8 +194,9 @@ class PipelineStep:
         self.microbatches: int = microbatches
         """Micro-batches of each batch with as many samples."""
         self._model, self._quiet = model, quiet
-        self._split, self._path = split, layers
-        self._config = PipelineConfig(check_schedule(schedule), layers_per_stage, activation_cap, "even", loss_weight)
+        self._split, self._path, self._loss_weight = split, layers, loss_weight
+        self._layers_per_stage = layers_per_stage
+        self._planner_of = partial(Planner, check_schedule(schedule), group=layers_per_stage, cap=activation_cap)
         self._layers = find_layers(model, layers, dist.get_world_size(group))
         self._place = RankInfo(group, data_group, next(model.parameters()).device, [])
         self._gates = LayerInterceptors([])
@@ -262,8 +264,12 @@ class PipelineStep:
             spread.owners.refuse_averages()
         seeds = agreed_seeds(self._place, batch, len(parts))
         weights = spread.weights.of(batch, parts)
-        if len(parts) > 1:
-            self._refuse_hooks()
+        hooked = [name for name, one in self._model.named_parameters() if post_accumulate_hooks(one)]
+        if hooked and len(parts) > 1:
+            raise PipelineError(
+                f"{hooked[0]!r} has a hook that runs when a gradient has been accumulated, and would run once for each "
+                "micro-batch: remove it, or use microbatches=1"
+            )
         if self._frozen != self._flags():
             raise PipelineError(
                 "parameters were frozen or thawed, or have joined, while training goes on: a pipeline's ranks have "
@@ -337,7 +343,8 @@ class PipelineStep:
 
     def total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """The 2-norm of the gradients of parameters on all ranks; all ranks call this."""
-        counted = self.owners.norm_parts()
+        owners = self.owners  # of parameters that several ranks have the first counts them
+        counted = {parameter for name, parameter in owners.parameters.items() if owners.counts_state(name)}
         gradients = [p.grad for p in parameters if p in counted and p.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._place.device)
         if gradients:
@@ -395,8 +402,8 @@ class PipelineStep:
         ]
 
     def _stand_at(self, layers: LayerList) -> None:
-        firsts = first_layers(self._split, layers, self._place.ranks, self._config.layers_per_stage)
-        self._config = replace(self._config, split=firsts)
+        firsts = first_layers(self._split, layers, self._place.ranks, self._layers_per_stage)
+        self._planner_of = partial(self._planner_of, split=firsts)
         self._layers, self._gates = layers, LayerInterceptors(layers.modules)
         self._place = replace(self._place, names=layers.names)
 
@@ -411,7 +418,7 @@ class PipelineStep:
                     warn_of_no_list(self._model, layers, self._place.ranks)
                 self._stand_at(layers)
             first = FirstBatch(self._model, layers, self._gates, self._place, self._workers, self._hollow)
-            spread = self._spread = first.spread(step, batch, parts, self._config)
+            spread = self._spread = first.spread(step, batch, parts, self._planner_of, self._loss_weight)
         self._gates.around = None
         self._gates.handler = spread.training_call
         self._frozen = self._flags()
@@ -482,14 +489,6 @@ class PipelineStep:
         self._report.note(stages, plan, place.rank)
         if place.device.type == "cpu" and plan.makespan_ms is not None and spread.times.note(self._report.spans):
             spread.plan_from_steps()  # tasks on other devices only begin when they are noted
-
-    def _refuse_hooks(self) -> None:
-        for name, parameter in self._model.named_parameters():
-            if post_accumulate_hooks(parameter):
-                raise PipelineError(
-                    f"{name!r} has a hook that runs when a gradient has been accumulated, and would run once for each "
-                    "micro-batch: remove it, or use microbatches=1"
-                )
 
     def _flags(self) -> tuple[bool, ...]:
         return tuple(parameter.requires_grad for parameter in self._model.parameters())

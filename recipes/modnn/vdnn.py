@@ -177,8 +177,5 @@ class _ConvolutionInputs:
         if self._input == storage_address(storage):
             self.read.add(number)
 
-    def used(self, number: int) -> None:
-        """Nothing to note."""
-
     def restored(self, number: int, storage: torch.UntypedStorage, device: torch.device) -> None:
         """Nothing to note."""

@@ -207,7 +207,8 @@ class Lifetimes:
         self.unsaved = [
             self._life(storage, size)
             for storage, size in pairs
-            if storage.number is None and (batch_bytes is None or not _is_batch(storage))
+            if storage.number is None
+            and (batch_bytes is None or storage.kind is not BlockKind.INPUT or storage.born >= 0)
         ]
         if batch_bytes is not None:
             self.unsaved.append(Life(Size(batch_bytes), 0, self.operations - 1))
@@ -320,10 +321,6 @@ def _sizes(small: StepProfile, large: StepProfile) -> list[Size]:
         raise ScheduleError("the step makes other storages for another sub-batch size")
     pairs = zip(first, last, strict=True)
     return [Size.through(samples[0], low.nbytes, samples[1], high.nbytes) for low, high in pairs]
-
-
-def _is_batch(storage: TracedStorage) -> bool:
-    return storage.kind is BlockKind.INPUT and storage.born < 0
 
 
 def _leaving_lives(leaving: list[SavedLife], plan: OffloadPlan, in_flight_bytes: int) -> list[Life]:

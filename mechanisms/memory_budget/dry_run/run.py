@@ -68,45 +68,38 @@ def drop_gradients(parameters: Iterable[Tensor]) -> None:
 # What training holds of the outputs of a batch's parts, of which a dry run makes only two.
 
 
-class KeptOutputs:
-    """One part's output, as :class:`~retime.foundations.parts.combine.WholeOutput` takes it up.
+def outputs_of_others(tracer: Tracer, output: object, size: int, count: int, samples: int) -> list[Tensor]:
+    """Stand-ins, counted from now on: a whole batch of so many samples, and what parts keep that are not run.
+
+    Tensors with one entry a sample are joined (:class:`~retime.foundations.parts.combine.WholeOutput`); all others each
+    part keeps.
 
     Args:
-        tracer: has just seen the part's forward pass.
-        size: samples of the part.
+        tracer: has just seen the first part's forward pass.
+        output: of that part.
+        size: samples of it.
         count: parts of the batch; the output of a batch in one piece stays as it is.
-
-    Attributes:
-        apart: tensors that each part keeps, since they do not have one entry a sample.
+        samples: of the batch.
     """
-
-    def __init__(self, tracer: Tracer, output: object, size: int, count: int) -> None:
-        self._tracer, self._count = tracer, count
-        leaves = list(tensors_of(output).values())
-        self._joined = [leaf for leaf in leaves if count > 1 and has_entries(leaf, size)]
-        with tracer.inside():  # detaching is none of the step's operations
-            self.apart = [leaf.detach() for leaf in leaves if count == 1 or not has_entries(leaf, size)]
-
-    def others(self, samples: int) -> list[Tensor]:
-        """Stand-ins, counted from now on: a whole batch of so many samples, and what parts keep that are not run."""
-        if self._count == 1:
-            return []
-        with self._tracer.inside():
-            tensors = [
-                torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device="meta") for leaf in self._joined
-            ]
-            # Also where there are no other parts: runs of all sub-batch sizes are to make the same storages.
-            tensors.append(torch.empty((self._count - 2) * self._new_bytes(), dtype=torch.uint8, device="meta"))
-            for one in tensors:
-                self._tracer.mark(one, BlockKind.ACTIVATION)
-        return tensors
-
-    def _new_bytes(self) -> int:
-        """Return the bytes of storages that this part has made; those of the model and the batch are there anyway."""
-        trace = self._tracer.trace
-        indices = {self._tracer.index_of(leaf.untyped_storage()) for leaf in self.apart if has_storage(leaf)}
-        storages = [trace.storages[index] for index in indices if index is not None]
-        return sum(storage.nbytes for storage in storages if storage.born >= trace.starts[-1])
+    if count == 1:
+        return []
+    leaves, trace = list(tensors_of(output).values()), tracer.trace
+    apart = [leaf for leaf in leaves if has_storage(leaf) and not has_entries(leaf, size)]
+    indices = {tracer.index_of(leaf.untyped_storage()) for leaf in apart}
+    storages = [trace.storages[index] for index in indices if index is not None]
+    # Storages that the part has made; those of the model and the batch are there anyway.
+    new_bytes = sum(storage.nbytes for storage in storages if storage.born >= trace.starts[-1])
+    with tracer.inside():
+        tensors = [
+            torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+            for leaf in leaves
+            if has_entries(leaf, size)
+        ]
+        # Also where there are no other parts: runs of all sub-batch sizes are to make the same storages.
+        tensors.append(torch.empty((count - 2) * new_bytes, dtype=torch.uint8, device="meta"))
+        for one in tensors:
+            tracer.mark(one, BlockKind.ACTIVATION)
+    return tensors
 
 
 # One training step as data: what a dry run needs to know of it.
@@ -192,7 +185,10 @@ class StandInOptimizers:
         self.not_run: list[str] = []
         self._optimizers = [stand_in_optimizer(optimizer, replacement) for optimizer in step.optimizers]
         self.trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
-        self.lasting = self._without_optimizer()
+        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
+        updated = {id(one) for one in chain.from_iterable(groups)}
+        # Without any optimizer all gradients are somebody else's.
+        self.lasting = [one for one in self.trained if id(one) not in updated] if self._optimizers else []
 
     @property
     def states(self) -> list[list[Any]]:
@@ -234,12 +230,6 @@ class StandInOptimizers:
         trained = {id(parameter) for parameter in self.trained}
         groups = (group["params"] for group in optimizer.param_groups)
         return [one for one in chain.from_iterable(groups) if id(one) in trained and not optimizer.state.get(one)]
-
-    def _without_optimizer(self) -> list[nn.Parameter]:
-        """Trained parameters whose gradients no ``zero_grad`` frees. Without any optimizer all are somebody else's."""
-        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
-        updated = {id(one) for one in chain.from_iterable(groups)}
-        return [one for one in self.trained if id(one) not in updated] if self._optimizers else []
 
 
 class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -334,7 +324,7 @@ class DryRun:
                 with tracer.layers.watch(), tracer:
                     outliving += self._forward_backward(tracer, plan, in_flight_bytes, compare, as_cut)
                     if update:
-                        tracer.begin(Phase.UPDATE)
+                        tracer.layers.phase = Phase.UPDATE
                         self._optimizers.update()
             except _WITHOUT_VALUES as error:
                 operations = tracer.trace.operations
@@ -343,7 +333,7 @@ class DryRun:
                     f"what it makes depends on values ({error})"
                 ) from error
             finally:
-                tracer.finish()
+                tracer.finished = True
                 del outliving
                 drop_gradients(self._optimizers.trained)
         return StepProfile(plan, self.step.samples, tracer.trace)
@@ -403,24 +393,27 @@ class DryRun:
                 with tracer.inside():  # cutting is none of the step's operations
                     part = self._cut(first, min(first + size, step.samples))
                 tracer.add(part, BlockKind.INPUT)
-            tracer.begin(Phase.FORWARD)
+            tracer.layers.phase = Phase.FORWARD
             tracer.begin_pass()
             offload.keep = [*fixed, *tensors_in(part)]
             with offload:
                 output = step.loss(part)
             offload.keep = ()
-            part_outputs = KeptOutputs(tracer, output, size, count)
-            outputs.append(part_outputs.apart if first else output)  # Lightning holds a batch's first as it is
-            if first == 0:
-                outputs += part_outputs.others(step.whole or step.samples)
+            if first:
+                with tracer.inside():  # detaching is none of the step's operations
+                    leaves = tensors_of(output).values()
+                    outputs.append([leaf.detach() for leaf in leaves if not has_entries(leaf, size)])
+                del leaves
+            else:  # Lightning holds a batch's first as it is
+                outputs += [output, *outputs_of_others(tracer, output, size, count, step.whole or step.samples)]
                 if self._gradients(count > 1) == "freed after forward":
                     lasting = {id(parameter) for parameter in self._optimizers.lasting}
                     drop_gradients(
                         [parameter for parameter in self._optimizers.trained if id(parameter) not in lasting]
                     )
             loss = loss_in(output)
-            del output, part_outputs
-            tracer.begin(Phase.BACKWARD)
+            del output
+            tracer.layers.phase = Phase.BACKWARD
             loss.backward()  # type: ignore[no-untyped-call]
             del loss, part
             for parameter in self._optimizers.trained:

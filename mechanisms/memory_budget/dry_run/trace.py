@@ -199,8 +199,6 @@ class Trace:
         peak_at: index of the operation during which that was; -1: before the first.
         update_peak_bytes: the most that was held during the update; 0 if none ran.
         saves: for each forward pass, by saved number: the operation after which it was first saved.
-        uses: for each forward pass, by number of a storage that moved: operations before which the backward pass asked
-            for it.
         parameters: so many of the first storages are parameters.
         starts: for each forward pass, its first operation.
     """
@@ -211,7 +209,6 @@ class Trace:
     peak_at: int = -1
     update_peak_bytes: int = 0
     saves: list[dict[int, int]] = field(default_factory=list)
-    uses: list[dict[int, list[int]]] = field(default_factory=list)
     parameters: int = 0
     starts: list[int] = field(default_factory=list)
 
@@ -255,7 +252,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         meter: is told when operations begin and end.
 
     Attributes:
-        layers: to be watched meanwhile.
+        layers: to be watched meanwhile, and told which part of the step runs.
+        finished: to be set when the step has ended: what is there then outlives it.
     """
 
     def __init__(self, module: nn.Module, meter: Meter | None = None) -> None:
@@ -267,11 +265,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._inside_hook = 0
         self._running = False
-        self._finished = False
-
-    def begin(self, phase: Phase) -> None:
-        """This part of the step runs from now on."""
-        self.layers.phase = phase
+        self.finished = False
 
     # ---- storages
 
@@ -327,12 +321,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.peak_bytes, self.trace.peak_at = self.current_bytes, self.now if born >= 0 else -1
         return entry
 
-    def finish(self) -> None:
-        """The step has ended: what is there now outlives it."""
-        self._finished = True
-
     def _gone(self, key: int, index: int, _: object) -> None:
-        if self._finished:
+        if self.finished:
             return
         if self._live.get(key, (-1,))[0] == index:
             del self._live[key]
@@ -413,7 +403,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The next forward pass begins: numbers of saved storages start again at 0."""
         self.trace.starts.append(self.now)
         self.trace.saves.append({})
-        self.trace.uses.append({})
 
     def saved(self, number: int, storage: torch.UntypedStorage) -> None:
         self.trace.saves[-1].setdefault(number, self.now)
@@ -422,15 +411,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             index, _ = self._count(storage, storage.device, BlockKind.WEIGHT, born=-1)
         if self.trace.storages[index].number is None:
             self.trace.storages[index].number = number
-            self.trace.storages[index].forward_pass = len(self.trace.uses) - 1
-
-    def used(self, number: int) -> None:
-        self.trace.uses[-1].setdefault(number, []).append(self.now)
+            self.trace.storages[index].forward_pass = len(self.trace.saves) - 1
 
     def restored(self, number: int, storage: torch.UntypedStorage, device: torch.device) -> None:
         index, _ = self._count(storage, device, BlockKind.ACTIVATION, self.now)
         traced = self.trace.storages[index]
-        traced.number, traced.restored, traced.forward_pass = number, True, len(self.trace.uses) - 1
+        traced.number, traced.restored, traced.forward_pass = number, True, len(self.trace.saves) - 1
 
 
 def _operands(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ import weakref
 from bisect import insort
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,7 +75,12 @@ class HostMemory:
             buffer = self._cached.take(nbytes)
             if buffer is None:
                 self._cached.shrink(self._most - self._live - nbytes)
-                buffer = self._new(nbytes)
+                try:
+                    with without_dispatch_modes():
+                        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pins)
+                except RuntimeError as error:  # the C library, or CUDA, which locks the pages
+                    problem = f"{nbytes} more bytes beside {self._live} ({str(error).splitlines()[0]})"
+                    raise self._full(problem) from error
             self._live += nbytes
             self._most = max(self._most, self._live)
             with without_dispatch_modes():  # a storage may end in the middle of anything
@@ -91,13 +97,6 @@ class HostMemory:
         with self._lock:
             self._left.see_to()
             self._release_cached()
-
-    def _new(self, nbytes: int) -> Tensor:
-        try:
-            with without_dispatch_modes():
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pins)
-        except RuntimeError as error:  # the C library, or CUDA, which locks the pages
-            raise self._full(f"{nbytes} more bytes beside {self._live} ({str(error).splitlines()[0]})") from error
 
     def _release(self, copied: _Copied) -> None:
         """The next copy into the buffer runs on the same stream as all that still read it, so it may go at once."""
@@ -316,7 +315,13 @@ class HostDisk:
         self._reserved = 0
         self._live = 0
         self._closed = False
-        self._pool = _started()
+        # The thread runs already: where memory is short, one that starts later may never come up.
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="retime-host-disk", initializer=never_at_once)
+            self._pool.submit(threading.get_ident).result()
+        finally:
+            threading.stack_size(before)
 
     def takes(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -326,7 +331,10 @@ class HostDisk:
             self._check_open()
             nbytes += storages * self._extents.rounded(1)
             self._left.see_to()
-            self._shrink(max(nbytes, self._extents.trimmed()))
+            least = max(nbytes, self._extents.trimmed())
+            if least < self._reserved:
+                os.ftruncate(self._file.fileno(), least)
+                self._reserved = least
             self._reserve(nbytes)
 
     def store(self, source: torch.UntypedStorage) -> _DiskCopy:
@@ -366,12 +374,6 @@ class HostDisk:
         if self._closed:
             raise HostError(errno.EBADF, f"host={self.name!r} was closed: make a new one")
 
-    def _shrink(self, nbytes: int) -> None:
-        """Make the file no longer than that."""
-        if nbytes < self._reserved:
-            os.ftruncate(self._file.fileno(), nbytes)
-            self._reserved = nbytes
-
     def _reserve(self, nbytes: int) -> None:
         """Make the file at least that long, with blocks behind it."""
         if nbytes <= self._reserved:
@@ -385,19 +387,15 @@ class HostDisk:
             else:
                 self._reserved = size
                 return
+        free = "free space unknown"
+        with suppress(OSError):
+            space = os.fstatvfs(self._file.fileno())
+            free = f"{space.f_bavail * space.f_frsize} bytes free"  # quotas and limits of a process may be tighter
         raise HostError(
             failure.errno,
             f"host={self.name!r} has no space for {nbytes - self._reserved} more bytes beside {self._reserved} "
-            f"({failure.strerror}; {self._free()}): {_MAKE_SPACE}",
+            f"({failure.strerror}; {free}): {_MAKE_SPACE}",
         ) from failure
-
-    def _free(self) -> str:
-        """Free space that the file system reports: quotas and limits of a process may be tighter."""
-        try:
-            space = os.fstatvfs(self._file.fileno())
-        except OSError:
-            return "free space unknown"
-        return f"{space.f_bavail * space.f_frsize} bytes free"
 
     def _give_back(self, place: _Place) -> None:
         with self._lock:
@@ -414,17 +412,6 @@ class _Place:
     offset: int
     nbytes: int
     taken: bool = True
-
-
-def _started() -> ThreadPoolExecutor:
-    """A thread that runs already, on a small stack: where memory is short, one that starts later may never come up."""
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        pool = ThreadPoolExecutor(1, thread_name_prefix="retime-host-disk", initializer=never_at_once)
-        pool.submit(threading.get_ident).result()
-    finally:
-        threading.stack_size(before)
-    return pool
 
 
 class _DiskCopy:

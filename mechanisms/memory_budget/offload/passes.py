@@ -242,21 +242,18 @@ class OffloadedTensor:
             raise _edited(self._what, version_of(self._counter), self._first_version)
 
 
-# Who is told what a forward pass saves and what the backward pass uses.
+# Who is told what a forward pass saves and what its backward pass fetches.
 
 
 @runtime_checkable
 class SaveObserver(Protocol):
-    """Is told what a forward pass saves and what the backward pass uses."""
+    """Is told what a forward pass saves and what its backward pass fetches."""
 
     def inside(self) -> AbstractContextManager[None]:
         """Held while a hook works: operations in it are not the model's."""
 
     def saved(self, number: int, storage: torch.UntypedStorage) -> None:
         """A tensor on the storage with this number was saved, for the first time or again."""
-
-    def used(self, number: int) -> None:
-        """A tensor on it is about to be used."""
 
     def restored(self, number: int, storage: torch.UntypedStorage, device: torch.device) -> None:
         """Its data comes back in another storage on ``device``."""
@@ -276,7 +273,7 @@ class Restores:
         depth: so many are fetched ahead of their use.
         counts: what is fetched and waited for is added up there.
         in_flight: is told of errors that cannot be raised in a backward pass.
-        observer: is told what is used and fetched.
+        observer: is told what is fetched.
     """
 
     def __init__(
@@ -305,8 +302,6 @@ class Restores:
         self._watch(backward)
         storage = record.present() or self._fetch(record)
         self._counts.stalls += record.wait()
-        if self._observer is not None:
-            self._observer.used(record.number)
         return storage
 
     def used(self, record: OffloadedStorage, backward: int, *, ahead: bool) -> None:
@@ -346,22 +341,17 @@ class Restores:
         if record.uses_left <= 0:
             record.done_in = backward
             record.retained = None
-            self._settle_late(record)
+            if record.copy is not None:  # it may never have been waited for: now the source goes, or stays if it failed
+                try:
+                    record.copy.settle()
+                except HostError as error:
+                    self._in_flight.note(error)
         elif record.retained is not None:
             self._retained.append(weakref.ref(record))
             while len(self._retained) > _RETAINED_STORAGES:
                 oldest = self._retained.popleft()()
                 if oldest is not None and oldest is not record:
                     oldest.let_go()
-
-    def _settle_late(self, record: OffloadedStorage) -> None:
-        """Its copy may never have been waited for: the source goes now, or stays if the copy failed."""
-        if record.copy is None:
-            return
-        try:
-            record.copy.settle()
-        except HostError as error:
-            self._in_flight.note(error)
 
     def _prefetch(self, record: OffloadedStorage, backward: int) -> None:
         if self._order is None:

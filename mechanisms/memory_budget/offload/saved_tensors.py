@@ -131,7 +131,7 @@ class OffloadSavedTensors:
             that the peak does not depend on the disk's mood.
         on_mismatch: called with the error when a pass that was watched to its end does not fit the plan; without it the
             error is raised at the end of the forward pass.
-        observer: is told what is saved and used, for a profile.
+        observer: is told what is saved and fetched, for a profile.
 
     Raises:
         HostError: when the host fails; see there.
@@ -200,9 +200,18 @@ class OffloadSavedTensors:
         nodes = next_sequence_number() - self._began
         self._steady &= self._nodes in (None, nodes)
         self._nodes = nodes
-        if whole:
-            self._tail = self._pass.tail
-            self._compare(self._pass.sizes)
+        if not whole:
+            return
+        self._tail, saved = self._pass.tail, len(self._pass.sizes)
+        if self.plan.saved in (0, saved):
+            return
+        self._counts.mismatches += 1
+        self._tail = None
+        mismatch = PlanMismatch(saved, self.plan.saved)
+        if self.on_mismatch is None:
+            self._pass.abandon()
+            raise mismatch
+        self.on_mismatch(mismatch)
 
     @property
     def _hooked(self) -> bool:
@@ -227,15 +236,3 @@ class OffloadSavedTensors:
     def report(self) -> OffloadReport:
         """Report of what was moved so far."""
         return replace(self._counts)
-
-    def _compare(self, sizes: Sequence[int]) -> None:
-        if self.plan.saved in (0, len(sizes)):
-            return
-        self._counts.mismatches += 1
-        self._tail = None
-        mismatch = PlanMismatch(len(sizes), self.plan.saved)
-        if self.on_mismatch is None:
-            assert self._pass is not None
-            self._pass.abandon()
-            raise mismatch
-        self.on_mismatch(mismatch)

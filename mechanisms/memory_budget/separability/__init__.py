@@ -2,5 +2,3 @@
 
 from retime.mechanisms.memory_budget.separability.certify import certify, check_sizes
 from retime.mechanisms.memory_budget.separability.watch import Compared
-
-__all__ = ["Compared", "certify", "check_sizes"]

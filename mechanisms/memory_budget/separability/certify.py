@@ -191,27 +191,6 @@ def _places(chosen: Tensor | None) -> list[Tensor | None]:
     return [torch.zeros(chosen.numel() + 1, dtype=torch.int64, device=chosen.device)] * chosen.dim()
 
 
-def _dry_runs(
-    step: Callable[[Any], Any],
-    model: nn.Module,
-    batches: Sequence[tuple[Any, int | None]],
-    reads: Sequence[Any],
-    ghosts: Sequence[str],
-) -> list[RecordedRun]:
-    """Forward passes on fake tensors; nothing is left of them."""
-    mode = DryMode()
-    replacement = fake(mode)
-    parts = [(replacement.batch(batch), samples) for batch, samples in batches]
-    kind, runs = partial(_WithoutValues, reads), []
-    with mode.open(), stand_ins(model, replacement), torch.random.fork_rng(devices=[]):
-        outside, saved = ExternalTensors(replacement.stand_ins), preserve_state(model, step)
-        for part, samples in parts:
-            with saved, mode, outside.put_back_after():
-                fix_statistics(model, ghosts)
-                runs.append(record(lambda one: loss_of(step(one)).detach(), part, kind=kind, samples=samples))
-    return runs
-
-
 def check_sizes(
     step: Callable[[Any], Any],
     batch: Any,
@@ -240,18 +219,29 @@ def check_sizes(
     batches = [batch if size == total else split(batch, size)[0] for size in (certificate.samples, *wanted)]
     counts = [None if split is split_batch else size for size in (certificate.samples, *wanted)]
     ghosts = batch_statistics_layers(model) if ghost else []
+    kind, runs = partial(_WithoutValues, certificate.reads), list[RecordedRun]()
     try:
-        few, *runs = _dry_runs(step, model, list(zip(batches, counts, strict=True)), certificate.reads, ghosts)
+        mode = DryMode()
+        replacement = fake(mode)
+        parts = [replacement.batch(one) for one in batches]
+        with mode.open(), stand_ins(model, replacement), torch.random.fork_rng(devices=[]):
+            outside, saved = ExternalTensors(replacement.stand_ins), preserve_state(model, step)
+            for part, count in zip(parts, counts, strict=True):
+                with saved, mode, outside.put_back_after():
+                    fix_statistics(model, ghosts)
+                    runs.append(record(lambda one: loss_of(step(one)).detach(), part, kind=kind, samples=count))
     except Exception as error:  # whatever a step says to tensors without values
         reason = (
             f"whether the step does the same with {max(sizes)} samples as with {certificate.samples} is not known, as "
             f"the step does not run without values ({first_line(error)}); {_WHAT_TO_DO}"
         )
         return Certificate(None, reason, samples=certificate.samples)
-    for size, run in zip(wanted, runs, strict=True):
+    few, *larger = runs
+    for size, run in zip(wanted, larger, strict=True):
         try:
             weightings = head_of((run, run.output), (few, few.output), values=False).weightings or (Weighting("mean"),)
-            reason = "" if set(weightings) == _weightings(certificate) else f"its loss is a {_together(weightings)}"
+            together = " and a ".join(map(str, weightings))
+            reason = "" if set(weightings) == _weightings(certificate) else f"its loss is a {together}"
         except NotUnderstoodError as error:
             reason = str(error)
         if reason:
@@ -265,10 +255,6 @@ def check_sizes(
 
 def _known_sizes(certificate: Certificate, sizes: Collection[int]) -> Certificate:
     return replace(certificate, sizes=certificate.sizes | set(sizes))
-
-
-def _together(weightings: Sequence[Weighting]) -> str:
-    return " and a ".join(map(str, weightings))
 
 
 _WHAT_TO_DO = (
@@ -389,14 +375,10 @@ class _Examiner:
         first, *others = [batch] if total == samples else split(batch, samples)
         self._batches = [first, *[part for part in others if samples_in(part, split) == samples][-1:]]
         self._ghosts, self._read_only = ghosts, read_only
+        self.unknown = False  # operations did not tell what the loss is of its samples
         self._zeros: list[str] = []
         self._heads: dict[str, Weighting] = {}  # of the scalars that the step returns, by place
         self._look: tuple[Head | None, str, tuple[bool | int | float | None, ...]] | None = None
-
-    @property
-    def unknown(self) -> bool:
-        """Return whether operations did not tell what the loss is of its samples."""
-        return self._look is not None and self._look[0] is None
 
     def examine_precisely(self, given: Weighting | None) -> Certificate | None:
         """Examine in float64; None where the step does not run in it."""
@@ -424,6 +406,7 @@ class _Examiner:
                 if not number or probe.full.tells:
                     probes.append(probe)
             head, why, reads = self._look = self._look or self._looked(prober)
+            self.unknown = head is None
             if given is not None:
                 candidates, why = [given], ""
             else:
@@ -448,7 +431,9 @@ class _Examiner:
                     concluded = _with_outputs(concluded, concluded.weighting, [*probes, noisy], self._heads)
         if not concluded.separable:
             return concluded
-        notes = [_RANDOM] if prober.random or any(_drops(module) for module in self._model.modules()) else []
+        recurrent = [one for one in self._model.modules() if isinstance(one, nn.RNNBase)]
+        drops = any(one.training and one.dropout > 0 for one in recurrent)
+        notes = [_RANDOM] if prober.random or drops else []
         hooked = [name for name, parameter in self._model.named_parameters() if tensor_hooks(parameter)]
         if hooked:
             notes.append(f"gradient hooks run once for each sub-batch: {_some(hooked)}")
@@ -586,10 +571,6 @@ def _why_not(probes: list[Probe], best: Verdict, given: bool, samples: int) -> s
         f"{text}, most in {_some(best.layers)}: samples influence one another, as in contrastive losses, or the step "
         "keeps a state between calls; offload only"
     )
-
-
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, nn.RNNBase) and module.training and module.dropout > 0
 
 
 def _some(names: Sequence[str], shown: int = 4) -> str:

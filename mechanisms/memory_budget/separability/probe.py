@@ -55,14 +55,6 @@ class Run:
         """Return whether its loss has a value and a gradient; a mean over labels all of which are ignored has none."""
         return math.isfinite(self.loss) and any(bool(gradient.any()) for gradient in self.gradients.values())
 
-    def same_as(self, other: Run) -> bool:
-        """Return whether it gave the same numbers bit by bit."""
-        return (
-            self.loss == other.loss
-            and self.gradients.keys() == other.gradients.keys()
-            and all(torch.equal(one, other.gradients[name]) for name, one in self.gradients.items())
-        )
-
 
 @dataclass
 class Case:
@@ -208,7 +200,9 @@ class Prober:
             for key in full.counters:
                 self._scratch.bind(key, value)
             try:
-                same = self._run(batch, list(names)).same_as(full)
+                run, gradients = self._run(batch, list(names)), full.gradients
+                same = run.loss == full.loss and run.gradients.keys() == gradients.keys()
+                same = same and all(torch.equal(one, gradients[name]) for name, one in run.gradients.items())
             except Exception:  # whatever a step says to having been called so often
                 same = False
             if not same:
@@ -230,7 +224,8 @@ class Prober:
     def _run(self, batch: Any, names: Sequence[int]) -> Run:
         before = self._scratch.numbers()
         seed_all()  # for each part too: the noise of a sample depends on its name and on the draws before
-        batch = replaced_tensors(batch, self._copied)  # parts are views, and a step may write into its batch
+        # parts are views, and a step may write into its batch
+        batch = replaced_tensors(batch, lambda one: one.to(self._dtype if one.is_floating_point() else None, copy=True))
         parameters = self._scratch.parameters()
         try:
             output, gradients, watch = self._gradients(batch, names, parameters)
@@ -284,9 +279,6 @@ class Prober:
         for _, _, twin in parameters:
             twin.grad = None
         return gradients
-
-    def _copied(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype if tensor.is_floating_point() else None, copy=True)
 
 
 def _backward(loss: Tensor, targets: tuple[Tensor, ...], factor: float) -> tuple[Tensor | None, ...]:
