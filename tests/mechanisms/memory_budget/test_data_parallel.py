@@ -16,10 +16,10 @@ from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.memory_budget.data_parallel import (
     BudgetedDataParallelStep,
     _piece_bytes,
-    _sizes,
     bucket_bytes,
     buckets_of,
     bypass_ddp,
+    gloo_bytes,
     reduction_bytes,
 )
 from retime.mechanisms.memory_budget.offload.hosts import parse_host
@@ -39,11 +39,14 @@ def test_a_bare_model_has_no_buckets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "cap", "sizes"),
-    [(0, 25, []), (MIB // 2, 25 * MIB, [MIB // 2]), (30 * MIB, 25 * MIB, [MIB, 25 * MIB, 4 * MIB]), (4, 2, [2, 2])],
+    ("total", "cap", "largest"),
+    [
+        *((0, 25, 0), (MIB // 2, 25 * MIB, MIB // 2), (3 * MIB // 2, 25 * MIB, MIB), (30 * MIB, 25 * MIB, 25 * MIB)),
+        *((4, 2, 2), (MIB, 0, 0)),
+    ],
 )
-def test_sizes_of_buckets(total: int, cap: int, sizes: list[int]) -> None:
-    assert list(_sizes(total, cap)) == sizes
+def test_sums_take_two_pieces_of_the_largest_bucket_in_each_thread(total: int, cap: int, largest: int) -> None:
+    assert gloo_bytes(total, cap, 2) == 2 * 2 * _piece_bytes(largest, 2)
 
 
 @pytest.mark.parametrize(
