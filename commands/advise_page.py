@@ -224,4 +224,4 @@ def _phases(spans: dict[str, list[Any]]) -> list[Span]:
 
 
 def _length_ms(step: list[Any]) -> float:
-    return max(start + length for _, start, length in step)
+    return float(max(start + length for _, start, length in step))
