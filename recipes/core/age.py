@@ -105,7 +105,7 @@ def _imported(module: str) -> set[Path]:
 
 @cache
 def _imports_of(file: Path) -> dict[str, list[Named]]:
-    """What a file imports of this package, anywhere in it, by the name that it has there."""
+    """Imports of this package anywhere in a file, by the name that they have there."""
     imports: dict[str, list[Named]] = {}
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == _PACKAGE:
@@ -142,7 +142,7 @@ def _tree(commit: str) -> dict[str, str]:
 
 @cache
 def _code(content: str) -> str:
-    """What a file's code does, in words that comments, docstrings and its form do not change."""
+    """Words of a file's code that comments, docstrings and its form do not change."""
     tree = ast.parse(git_says("cat-file", "blob", content) or "")
     return ast.dump(_WithoutDocstrings().visit(tree))
 
